@@ -1,0 +1,274 @@
+"""How bytes move between the ranks of one axis: torch.distributed, or threads in one process."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from longpack.errors import CollectiveError, rank_prefix
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """One rank's end of an axis. Every rank calls the same operations in the same order.
+
+    `group` identifies the axis: the process group, or the meeting point of the threads.
+    """
+
+    rank: int
+    world_size: int
+
+    @property
+    def group(self) -> Any: ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Stack `[n, ...]` of all ranks, in rank order: `[P * n, ...]`."""
+        ...
+
+    def all_to_all(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Send `send_counts[r]` consecutive rows to each rank r; return arrivals in rank order."""
+        ...
+
+    def point_to_point(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Like `all_to_all`, but only ranks with rows for each other talk."""
+        ...
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return the picklable values of all ranks, in rank order."""
+        ...
+
+
+class ProcessGroupTransport:
+    """Ranks of a torch.distributed process group (gloo or NCCL)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        return self._group
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
+        source = x.contiguous()
+        self._run(
+            "all_gather", x, lambda: dist.all_gather_into_tensor(out, source, group=self._group)
+        )
+        return out
+
+    def all_to_all(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        out = x.new_empty((sum(receive_counts), *x.shape[1:]))
+        source = x.contiguous()
+        self._run(
+            "all_to_all",
+            x,
+            lambda: dist.all_to_all_single(
+                out, source, list(receive_counts), list(send_counts), group=self._group
+            ),
+        )
+        return out
+
+    def point_to_point(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        out = x.new_empty((sum(receive_counts), *x.shape[1:]))
+        source = x.contiguous()
+        self._run("point_to_point", x, lambda: self._post(source, send_counts, out, receive_counts))
+        return out
+
+    def all_gather_object(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.world_size
+        self._run(
+            "all_gather_object",
+            None,
+            lambda: dist.all_gather_object(values, value, group=self._group),
+        )
+        return values
+
+    def _post(
+        self,
+        source: torch.Tensor,
+        send_counts: Sequence[int],
+        out: torch.Tensor,
+        receive_counts: Sequence[int],
+    ) -> None:
+        operations = []
+        for buffer, counts, post in (
+            (source, send_counts, dist.isend),
+            (out, receive_counts, dist.irecv),
+        ):
+            for peer, rows in enumerate(buffer.split(list(counts))):
+                if rows.numel():
+                    operations.append(dist.P2POp(post, rows, group=self._group, group_peer=peer))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    def _run(self, name: str, x: torch.Tensor | None, call: Callable[[], Any]) -> None:
+        began = time.monotonic()
+        try:
+            call()
+        except RuntimeError as error:  # gloo and NCCL report a dead or late peer this way
+            shape = "" if x is None else f" of {tuple(x.shape)} {x.dtype}"
+            raise CollectiveError(
+                f"{rank_prefix(self.rank, self.world_size)}{name}{shape} failed after "
+                f"{time.monotonic() - began:.1f} s: {error}. A peer raised, died or never arrived; "
+                "its own message says why"
+            ) from error
+
+
+class Loopback:
+    """A meeting point for ranks that are threads of one process.
+
+    The same plans, exchanges and kernels run as over a process group, with all ranks in one
+    interpreter: `run` calls a function once per rank, each on its own thread.
+
+    Args:
+        world_size: ranks.
+        timeout_s: how long a rank waits for the others before every rank raises.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float = 60.0) -> None:
+        self.world_size = world_size
+        self._slots: list[Any] = [None] * world_size
+        self._barrier = threading.Barrier(world_size, timeout=timeout_s)
+
+    def transport(self, rank: int) -> "LoopbackTransport":
+        """Return the end of one rank."""
+        return LoopbackTransport(self, rank)
+
+    def run(self, body: Callable[[Transport], T]) -> list[T]:
+        """Call `body(transport)` for every rank at once; return the values in rank order.
+
+        The first error of any rank is raised, after every rank has ended.
+        """
+        values: list[Any] = [None] * self.world_size
+        errors: list[BaseException | None] = [None] * self.world_size
+
+        def serve(rank: int) -> None:
+            try:
+                values[rank] = body(self.transport(rank))
+            except BaseException as error:  # noqa: BLE001 -- handed to the caller below
+                errors[rank] = error
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=serve, args=(r,)) for r in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        raised = [e for e in errors if e is not None]
+        if raised:  # a rank that only waited for a failed one says less than the failed one
+            self._barrier.reset()
+            raise next((e for e in raised if not isinstance(e, CollectiveError)), raised[0])
+        return values
+
+    def meet(self, rank: int, name: str, value: Any) -> list[Any]:
+        """Leave a value, wait for every rank, and return all values in rank order."""
+        try:
+            self._slots[rank] = (name, value)
+            self._barrier.wait()
+            met = list(self._slots)
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise CollectiveError(
+                f"{rank_prefix(rank, self.world_size)}{name} failed: another rank raised or did "
+                "not arrive"
+            ) from error
+        if any(other != name for other, _ in met):
+            calls = ", ".join(f"rank {r} {other}" for r, (other, _) in enumerate(met))
+            raise CollectiveError(
+                f"{rank_prefix(rank, self.world_size)}ranks met in different operations: {calls}"
+            )
+        return [value for _, value in met]
+
+
+class LoopbackTransport:
+    """One rank's end of a `Loopback`."""
+
+    def __init__(self, meeting: Loopback, rank: int) -> None:
+        self._meeting = meeting
+        self.rank = rank
+        self.world_size = meeting.world_size
+
+    @property
+    def group(self) -> Loopback:
+        """The meeting point."""
+        return self._meeting
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._meeting.meet(self.rank, "all_gather", x))
+
+    def all_to_all(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        return self._swap("all_to_all", x, send_counts, receive_counts)
+
+    def point_to_point(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        return self._swap("point_to_point", x, send_counts, receive_counts)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        return self._meeting.meet(self.rank, "all_gather_object", value)
+
+    def _swap(
+        self, name: str, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        parcels = self._meeting.meet(self.rank, name, x.split(list(send_counts)))
+        arrived = torch.cat([parcel[self.rank] for parcel in parcels])
+        if arrived.shape[0] != sum(receive_counts):
+            raise CollectiveError(
+                f"{rank_prefix(self.rank, self.world_size)}{name} brought {arrived.shape[0]} rows "
+                f"where {sum(receive_counts)} were expected: ranks hold different plans"
+            )
+        return arrived
+
+
+def as_transport(axis: "DeviceMesh | dist.ProcessGroup | Transport | None") -> Transport:
+    """Return this rank's transport over an axis.
+
+    Args:
+        axis: a one-dimensional device mesh, a process group, a transport (returned as it is),
+            or None for one rank alone, which needs no process group.
+
+    Raises:
+        CollectiveError: a mesh of more than one dimension, or one this rank is not part of.
+    """
+    if axis is None:
+        return Loopback(1).transport(0)
+    if isinstance(axis, Transport):
+        return axis
+    if isinstance(axis, DeviceMesh):
+        if axis.ndim != 1:
+            raise CollectiveError(
+                f"the mesh has {axis.ndim} dimensions {axis.mesh_dim_names} of sizes "
+                f"{tuple(axis.shape)}; pass the one that splits the row, as mesh['cp']"
+            )
+        group = axis.get_group()
+        if dist.get_world_size(group) != axis.size():
+            raise CollectiveError(
+                f"the mesh has {axis.size()} ranks but its process group has "
+                f"{dist.get_world_size(group)}: build the mesh with init_device_mesh and slice it "
+                "by name"
+            )
+        return ProcessGroupTransport(group)
+    if isinstance(axis, dist.ProcessGroup):
+        return ProcessGroupTransport(axis)
+    raise CollectiveError(
+        f"expected a device mesh, a process group or None for the axis, got {type(axis).__name__}"
+    )

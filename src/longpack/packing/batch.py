@@ -1,0 +1,165 @@
+"""Find the documents of a training batch, whatever convention it follows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from longpack.errors import PackingError
+from longpack.packing import read
+from longpack.packing.row import PackedRow
+
+PRIMARY = ("input_ids", "inputs_embeds")
+DOCUMENT_KEYS = (
+    "doc_ids",
+    "seq_idx",
+    "cu_seqlens",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "position_ids",
+    "attention_mask",
+)
+PADDED_KEYS = ("cu_seqlens_padded", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+LENGTH_KEYS = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
+
+
+def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return `(B, S)` of the one primary tensor, `input_ids` or `inputs_embeds`."""
+    present = [key for key in PRIMARY if batch.get(key) is not None]
+    if len(present) != 1:
+        found = "both" if present else "neither"
+        raise PackingError(
+            f"the batch holds {found} of input_ids and inputs_embeds (keys: {sorted(batch)}): "
+            "pass exactly one"
+        )
+    shape = tuple(batch[present[0]].shape)
+    if len(shape) != (2 if present[0] == "input_ids" else 3):
+        wanted = "[B, S]" if present[0] == "input_ids" else "[B, S, hidden]"
+        raise PackingError(f"{present[0]} has shape {shape}; it must be {wanted}")
+    return shape[0], shape[1]
+
+
+def read_documents(batch: Mapping[str, Any], *, text_row: int | None = None) -> PackedRow:
+    """Read the documents of a batch from everything in it that speaks of documents.
+
+    Batch rows are laid end to end, so that B > 1 means more documents of one row. A 0/1
+    attention mask says which rows are padding; boundaries then come from the other keys, or
+    are the batch rows when there are none.
+
+    Args:
+        batch: holds `input_ids` `[B, S]` or `inputs_embeds` `[B, S, hidden]` and at least one of
+            `doc_ids`, `seq_idx`, `position_ids`, `cu_seqlens`, `cu_seq_lens_q/k`,
+            `cu_seqlens_q/k` (with `cu_seqlens*_padded`) and `attention_mask`.
+        text_row: see `PackedRow.from_position_ids`.
+
+    Raises:
+        PackingError: no key speaks of documents, or two contradict each other (names both).
+    """
+    b, s = batch_shape(batch)
+    claims = _claims(batch, b, s, text_row)
+    if not claims:
+        raise PackingError(
+            f"the batch (keys: {sorted(batch)}) does not say where its documents are: add one of "
+            f"{', '.join(DOCUMENT_KEYS)}"
+        )
+    real = _agreed_padding(claims)
+    bounded = {key: row for key, (row, speaks) in claims.items() if speaks != "padding"}
+    if not bounded:  # a 0/1 mask alone: now its holes matter
+        return PackedRow.from_attention_mask(batch["attention_mask"])
+    return _agreed_documents(bounded, real)
+
+
+def _claims(
+    batch: Mapping[str, Any], b: int, s: int, text_row: int | None
+) -> dict[str, tuple[PackedRow, str]]:
+    """Return each key's documents, and whether it `speaks` of padding, bounds or both."""
+    claims: dict[str, tuple[PackedRow, str]] = {}
+    for key in DOCUMENT_KEYS:
+        value = batch.get(key)
+        if value is None:
+            continue
+        if key.startswith("cu_seq"):
+            row, speaks = _from_offsets(batch, key, b, s), "both"
+        elif key == "position_ids":
+            row, speaks = PackedRow.from_position_ids(value, text_row=text_row), "bounds"
+        elif key == "attention_mask":
+            row, speaks = _from_mask(value)
+        else:
+            padding_id = -1 if key == "seq_idx" else 0
+            row, speaks = PackedRow.from_doc_ids(value, padding_id=padding_id), "both"
+        if row.length != b * s:
+            raise PackingError(
+                f"{key} covers {row.length} rows, but the batch holds {b} x {s} = {b * s} tokens"
+            )
+        claims[key] = (row, speaks)
+    return claims
+
+
+def _from_mask(value: Any) -> tuple[PackedRow, str]:
+    mask = read.array(value)
+    if mask.ndim == 2 and (mask.size == 0 or mask.max() <= 1):
+        return PackedRow.from_doc_ids(mask), "padding"
+    return PackedRow.from_attention_mask(mask), "both"
+
+
+def _from_offsets(batch: Mapping[str, Any], key: str, b: int, s: int) -> PackedRow:
+    padded = [batch[p] for p in PADDED_KEYS if batch.get(p) is not None]
+    row = PackedRow.from_cu_seqlens(batch[key], b * s, padded=padded[0] if padded else None)
+    for number, (start, stop) in enumerate(row.documents):
+        if start // s != (stop - 1) // s:
+            raise PackingError(
+                f"{key} makes document {number} rows [{start}, {stop}), across the end of batch "
+                f"row {start // s} ({s} tokens): offsets count through the flattened batch, and a "
+                "document lies in one batch row"
+            )
+    return row
+
+
+def _agreed_padding(claims: Mapping[str, tuple[PackedRow, str]]) -> np.ndarray:
+    """Return the real rows; keys that speak of padding must agree on them."""
+    speaking = {k: row.doc_ids() > 0 for k, (row, speaks) in claims.items() if speaks != "bounds"}
+    if not speaking:
+        return np.ones(next(iter(claims.values()))[0].length, dtype=bool)
+    (first, real), *others = speaking.items()
+    for key, theirs in others:
+        if (real != theirs).any():
+            at = int(np.argmax(real != theirs))
+            word = {True: "a document", False: "padding"}
+            raise PackingError(
+                f"{first} and {key} contradict each other: row {at} is {word[bool(real[at])]} by "
+                f"{first} and {word[bool(theirs[at])]} by {key}. Pass one, or make them agree"
+            )
+    return real
+
+
+def _agreed_documents(bounded: Mapping[str, PackedRow], real: np.ndarray) -> PackedRow:
+    """Return the one set of documents that every key tells, padding taken out."""
+    rows = {key: _without_padding(key, row, real) for key, row in bounded.items()}
+    (first, row), *others = rows.items()
+    for key, other in others:
+        if other == row:
+            continue
+        pairs = enumerate(zip(row.documents, other.documents, strict=False))
+        differ = next((f"document {n} is rows {p} or {q}" for n, (p, q) in pairs if p != q), "")
+        raise PackingError(
+            f"{first} and {key} contradict each other{': ' if differ else ''}{differ}. {first} "
+            f"says {row}; {key} says {other}. Pass one, or make them agree"
+        )
+    return row
+
+
+def _without_padding(key: str, row: PackedRow, real: np.ndarray) -> PackedRow:
+    """Cut padding off the ends of documents; padding that splits one is a contradiction."""
+    ids = np.where(real, row.doc_ids(), 0)
+    kept = PackedRow.from_doc_ids(ids)
+    present = np.unique(ids[ids > 0])
+    if len(kept) != present.size:
+        runs = kept.bounds[:, 0]
+        split = runs[1:][ids[runs[1:]] == ids[runs[:-1]]][0]
+        raise PackingError(
+            f"{key} makes one document of rows that padding splits before row {split}: one "
+            "document or two? Restart its positions or ids there, or unmask the padding"
+        )
+    return kept

@@ -1,0 +1,9 @@
+"""Plans: pure functions of integers. Who holds which rows, attends what, receives what."""
+
+from longpack.plan.layouts import LAYOUTS
+from longpack.plan.pieces import Pieces
+from longpack.plan.plan import Plan, plan_step
+from longpack.plan.shards import Shards
+from longpack.plan.transfers import EXCHANGES, RankTransfers
+
+__all__ = ["EXCHANGES", "LAYOUTS", "Pieces", "Plan", "RankTransfers", "Shards", "plan_step"]

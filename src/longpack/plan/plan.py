@@ -1,0 +1,186 @@
+"""Plan: everything that one step of context parallelism does, as integers."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from longpack.errors import PlanError
+from longpack.packing import PackedRow
+from longpack.plan.layouts import LAYOUTS
+from longpack.plan.pieces import Pieces
+from longpack.plan.shards import Shards
+from longpack.plan.transfers import (
+    RankTransfers,
+    choose_exchange,
+    rank_transfers,
+    received_rows,
+)
+
+Segment = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What every rank holds, attends and receives in one step; the same value on every rank.
+
+    Two plans are equal when their digests are. Nothing here needs a process group: any rank of
+    any world can be planned anywhere.
+
+    Args:
+        row: the documents, before padding for the world size.
+        layout: name of the layout that made `shards`.
+        shards: who holds which rows; the padded row has `world_size * local_length` rows.
+        kv_exchange: the exchange that runs, with `exchange_reason` saying why.
+    """
+
+    row: PackedRow
+    layout: str
+    shards: Shards
+    kv_exchange: str
+    exchange_reason: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on the cp axis."""
+        return self.shards.world_size
+
+    @property
+    def local_length(self) -> int:
+        """Rows per rank, padding included, in tokens."""
+        return self.shards.local_length
+
+    @property
+    def padded_length(self) -> int:
+        """Rows of the row that is split: `world_size * local_length`, in tokens."""
+        return self.world_size * self.local_length
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The documents cut by the shards."""
+        return Pieces.cut(self.row, self.shards)
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Real tokens per rank."""
+        return tuple(self.pieces.tokens.tolist())
+
+    @cached_property
+    def area(self) -> tuple[int, ...]:
+        """Query-key pairs per rank; they sum to the row's area."""
+        return tuple(self.pieces.area.tolist())
+
+    @cached_property
+    def received_tokens(self) -> tuple[int, ...]:
+        """K/V rows that arrive at each rank in one attention call.
+
+        In `halo` and `a2a` exactly the needed rows that the rank does not own: the minimum for
+        this layout.
+        """
+        return tuple(received_rows(self.kv_exchange, self.shards, self.pieces).tolist())
+
+    @cached_property
+    def segment_count(self) -> tuple[int, ...]:
+        """Query segments per rank."""
+        return tuple(self.pieces.count.tolist())
+
+    @property
+    def imbalance(self) -> float:
+        """Area of the busiest rank over the mean area; 1.0 is perfect, also for an empty row."""
+        total = sum(self.area)
+        return max(self.area) * self.world_size / total if total else 1.0
+
+    def received_bytes(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        element_bytes: int,
+        v_head_dim: int | None = None,
+    ) -> tuple[int, ...]:
+        """Return bytes of K and V that arrive at each rank in one attention call.
+
+        Args:
+            num_kv_heads: K/V heads per rank.
+            head_dim: size of a key head.
+            element_bytes: bytes of one number, 2 for bf16.
+            v_head_dim: size of a value head, `head_dim` by default.
+        """
+        v_dim = head_dim if v_head_dim is None else v_head_dim
+        per_token = num_kv_heads * (head_dim + v_dim) * element_bytes
+        return tuple(n * per_token for n in self.received_tokens)
+
+    def transfers(self, rank: int) -> RankTransfers:
+        """Return what one rank sends, receives and reads in an attention call."""
+        return rank_transfers(self.kv_exchange, rank, self.shards, self.pieces)
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """Return one rank's query segments as `(q_start, q_stop, k_start, k_stop)`.
+
+        q counts local rows, k counts the rank's key rows: needed rows, ascending. Query row
+        q_start + i attends key rows [k_start, k_stop - (q_stop - q_start) + 1 + i).
+        """
+        p = self.pieces
+        who, doc, start, stop = p.needs
+        first, last = np.searchsorted(who, [rank, rank + 1])
+        keys_before = np.concatenate([[0], np.cumsum(stop[first:last] - start[first:last])])
+        mine = np.flatnonzero(p.owner == rank)
+        need = np.searchsorted(doc[first:last], p.doc[mine])
+        k_start = keys_before[need]
+        q_start = p.local_start[mine]
+        size = p.stop[mine] - p.start[mine]
+        table = np.stack(
+            [q_start, q_start + size, k_start, k_start + p.stop[mine] - p.doc_start[mine]], axis=1
+        )
+        return tuple((int(a), int(b), int(c), int(d)) for a, b, c, d in table)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that ranks must agree on, 16 hex digits."""
+        state = hashlib.sha256()
+        state.update(f"{self.row.length} {self.world_size} {self.local_length} ".encode())
+        state.update(f"{self.layout} {self.kv_exchange} ".encode())
+        for part in (self.row.bounds, self.shards.start, self.shards.stop, self.shards.owner):
+            state.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+        return state.hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        mean = sum(self.received_tokens) / self.world_size
+        return (
+            f"{self.row} over {self.world_size} ranks, {self.layout}: {self.local_length} rows "
+            f"each, area max/mean {self.imbalance:.3f}, {self.kv_exchange} "
+            f"({self.exchange_reason}) brings {mean:.0f} rows to a rank on average and "
+            f"{max(self.received_tokens)} to the busiest; digest {self.digest}"
+        )
+
+
+def plan_step(
+    row: PackedRow, world_size: int, layout: str = "contiguous", kv_exchange: str = "allgather"
+) -> Plan:
+    """Plan one step: who holds which rows, attends what, and receives what.
+
+    A pure function of its arguments, without torch or a process group.
+
+    Args:
+        row: the documents.
+        world_size: ranks on the cp axis, at least 1.
+        layout: one of `LAYOUTS`.
+        kv_exchange: `allgather`, `halo` or `a2a`; `halo` becomes `a2a` for every rank where a
+            rank needs rows beyond its left neighbour, and the plan says so.
+
+    Raises:
+        PlanError: an unknown layout or exchange, or a world size below 1.
+    """
+    if world_size < 1:
+        raise PlanError(f"world_size={world_size} ranks; there must be at least 1")
+    if layout not in LAYOUTS:
+        raise PlanError(f"layout={layout!r} is unknown; it is one of {', '.join(LAYOUTS)}")
+    shards = LAYOUTS[layout](row, world_size)
+    exchange, reason = choose_exchange(kv_exchange, shards, Pieces.cut(row, shards))
+    return Plan(row, layout, shards, exchange, reason)
