@@ -1,0 +1,1 @@
+"""One file per kernel: `NAME`, `BACKEND`, `reasons_against` and `attend`."""
