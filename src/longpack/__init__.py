@@ -23,7 +23,22 @@ _HOME = {
     "LongpackError": "errors",
 }
 
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "CpStep",
+    "LongpackError",
+    "PackedRow",
+    "Plan",
+    "RecomputeReplay",
+    "RecomputeReplayRecorder",
+    "ShardedBatch",
+    "configure_cp_varlen",
+    "cp_blockdiag_sdpa",
+    "cp_varlen_runtime_config",
+    "current_blockdiag_cp_state",
+    "make_cp_blockdiag_batch_and_ctx",
+    "plan_step",
+    "shard_batch",
+]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

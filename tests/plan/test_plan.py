@@ -144,7 +144,7 @@ def test_halo_becomes_a2a_for_every_rank_with_the_reason():
     assert plan.kv_exchange == "a2a"
     assert "3 rows" in plan.exchange_reason
     assert "document 0 starts 6 rows before rank 2" in plan.exchange_reason
-    assert plan_step(PackedRow.from_lengths([5, 7]), 4, kv_exchange="halo").kv_exchange == "halo"
+    assert plan_step(PackedRow.from_lengths([5, 3, 4]), 4, kv_exchange="halo").kv_exchange == "halo"
     assert "contiguous" in plan_step(row, 4, "zigzag", "halo").exchange_reason
 
 

@@ -1,0 +1,139 @@
+"""CpStep: a plan on one device for one microbatch, the value that travels through the model."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+
+from longpack.blockdiag_cp import state
+from longpack.collectives import Route, Transport
+from longpack.errors import StepError
+from longpack.kernels import Segments
+from longpack.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class CpStep:
+    """One rank's part of one step of context parallelism.
+
+    Pass it to every attention call (`cp_blockdiag_sdpa(..., step=step)`, or as the model's
+    `cp_step` keyword): a checkpointed block then recomputes with the step that it ran forward
+    with, however many are outstanding. For models that cannot pass it, `with step:` puts it in
+    a slot that attention reads in the forward pass.
+
+    Args:
+        plan: the step's plan, the same on every rank.
+        transport: this rank's end of the cp axis.
+        device: where the rows are.
+        attn_backend: `flash`, `te` or `dense`.
+        segments: what this rank's queries attend.
+        route: this rank's part of the K/V exchange.
+    """
+
+    plan: Plan
+    transport: Transport
+    device: torch.device
+    attn_backend: str
+    segments: Segments
+    route: Route
+    _tokens: list[Any] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def make(
+        cls,
+        plan: Plan,
+        transport: Transport,
+        device: torch.device | str = "cpu",
+        attn_backend: str | None = None,
+    ) -> Self:
+        """Put a plan on a device, for this rank.
+
+        Args:
+            plan: made for `transport.world_size` ranks.
+            transport: this rank's end of the cp axis.
+            device: where query, key and value will be.
+            attn_backend: a name that `normalize_attn_backend` knows; the configured one by
+                default.
+        """
+        if plan.world_size != transport.world_size:
+            raise StepError(
+                f"the plan is for {plan.world_size} ranks but the cp axis has "
+                f"{transport.world_size}: plan with world_size={transport.world_size}"
+            )
+        backend = attn_backend or state.cp_varlen_runtime_config()["attn_backend"]
+        route = _route(plan, transport.rank, torch.device(device))
+        segments = Segments(
+            bounds=plan.segments(transport.rank),
+            num_queries=plan.local_length,
+            num_keys=route.num_keys,
+        )
+        return cls(
+            plan,
+            transport,
+            torch.device(device),
+            state.normalize_attn_backend(backend),
+            segments,
+            route,
+        )
+
+    @property
+    def group(self) -> Any:
+        """The process group of the cp axis."""
+        return self.transport.group
+
+    @property
+    def rank(self) -> int:
+        """This rank on the cp axis."""
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on the cp axis."""
+        return self.transport.world_size
+
+    @cached_property
+    def packed_cu_seqlens_cpu(self) -> torch.Tensor:
+        """Offsets of the whole padded row, int64 on the host; padding runs are entries too.
+
+        What recurrent layers need: state resets at every offset and every row is covered.
+        """
+        return torch.from_numpy(self.plan.row.pad_to(self.plan.padded_length).cu_seqlens())
+
+    @cached_property
+    def packed_cu_seqlens(self) -> torch.Tensor:
+        """`packed_cu_seqlens_cpu` on the step's device."""
+        return self.packed_cu_seqlens_cpu.to(self.device)
+
+    def __enter__(self) -> Self:
+        self._tokens.append(state._CP_BLOCKDIAG_STATE.set(self))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        state._CP_BLOCKDIAG_STATE.reset(self._tokens.pop())
+
+    def __repr__(self) -> str:
+        return f"CpStep(rank {self.rank} of {self.world_size}: {self.plan}; {self.attn_backend})"
+
+
+def current_blockdiag_cp_state() -> CpStep | None:
+    """Return the step whose `with` block is open, or None.
+
+    Recurrent layers read its `group`, `packed_cu_seqlens` and `packed_cu_seqlens_cpu`.
+    """
+    return state._CP_BLOCKDIAG_STATE.get()
+
+
+def _route(plan: Plan, rank: int, device: torch.device) -> Route:
+    """Put one rank's transfers on its device; where no rank receives, nothing moves."""
+    part = plan.transfers(rank)
+    num_keys = len(part.key_rows)
+    prefix = bool((part.key_rows == range(num_keys)).all()) if num_keys else True
+    return Route(
+        kind=plan.kv_exchange if any(plan.received_tokens) else "none",
+        send_index=torch.from_numpy(part.send_rows).to(device),
+        send_counts=part.send_counts,
+        receive_counts=part.receive_counts,
+        key_index=None if prefix else torch.from_numpy(part.key_rows).to(device),
+        num_keys=num_keys,
+    )
