@@ -1,0 +1,301 @@
+"""A channel: one kind of decision, recorded in forward and replayed in recompute."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Generic
+
+import torch
+
+from longpack.errors import ReplayError, UnsupportedError
+from longpack.recompute_replay.accounting import Ledger, Usage
+from longpack.recompute_replay.codecs import Codec
+from longpack.recompute_replay.contexts import CheckpointContextFn, Nested, Scope, Then, _Binding
+from longpack.recompute_replay.miss import AgreeOnMiss, MissPolicy, current_labels, place
+from longpack.recompute_replay.outside import RandomState, is_outside, run_outside, run_uncounted
+from longpack.recompute_replay.phase import is_recomputing
+from longpack.recompute_replay.recorder import RecomputeReplayRecorder, T
+from longpack.recompute_replay.values import detached, map_tensors
+from longpack.recompute_replay.verify import Drift, Margin, VerifyReport, measure
+
+_MODES = ("record", "replay")
+
+
+class RecomputeReplay(Generic[T]):
+    """One named record/replay channel with its own thread-local binding.
+
+    Arguments:
+        name: channel name used in messages.
+        on_miss: what a recompute does when its forward recorded too few decisions: "raise",
+            "recompute" (decide again) or `AgreeOnMiss`. Default: raise for decisions that contain
+            a collective, since a rank that decides again alone pairs its collective with another
+            one of its peers; recompute for the others.
+        codec: how decisions are stored; default as they are.
+        preserve_random: keep the random streams after a decision, so that a replay leaves them
+            where the forward did. False saves 5 KiB a decision and is needed under CUDA graph
+            capture; then no decision may draw random numbers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_miss: MissPolicy | None = None,
+        codec: Codec | None = None,
+        preserve_random: bool = True,
+    ) -> None:
+        self.name = name
+        self.on_miss = on_miss
+        self.codec = codec
+        self.preserve_random = preserve_random
+        self._binding = _Binding()
+        self._ledger = Ledger()
+        self._verifying: tuple[VerifyReport, Margin | None] | None = None
+
+    def current(self) -> tuple[RecomputeReplayRecorder[T], str] | None:
+        """Return the active `(recorder, mode)`, or `None` outside a scope."""
+        binding = self._binding
+        if binding.recorder is None or binding.mode is None or is_outside():
+            return None
+        return binding.recorder, binding.mode
+
+    def scope(
+        self, recorder: RecomputeReplayRecorder[T] | None, mode: str
+    ) -> AbstractContextManager[None]:
+        """Bind `recorder` in `mode` (`"record"` or `"replay"`) for the enclosed region.
+
+        `None` as recorder switches the channel off inside. The context can be entered again; a
+        replay then starts again at the first record.
+
+        Raises:
+            UnsupportedError: a ValueError, for any other mode.
+        """
+        if mode not in _MODES:
+            raise UnsupportedError(
+                f"channel {self.name!r}: mode={mode!r} is none of {', '.join(_MODES)}"
+            )
+        return Scope(self._binding, recorder, mode)
+
+    def checkpoint_context_fn(
+        self,
+        context_fn: CheckpointContextFn | None,
+        on_record_exit: Callable[[RecomputeReplayRecorder[T]], None] | None = None,
+    ) -> CheckpointContextFn:
+        """Wrap a checkpoint `context_fn` so that this channel records, and replays in recompute.
+
+        Arguments:
+            context_fn: existing factory of the (forward, recompute) contexts, such as that of
+                selective checkpointing or of another channel; None for no other contexts.
+            on_record_exit: called with the recorder after the forward contexts have exited, with
+                no gradient and no dispatch mode; not called when the forward raised.
+        """
+        # Dynamo takes a plain function or a partial here, and nothing else.
+        return partial(self._contexts, context_fn, on_record_exit)
+
+    def decide(
+        self,
+        fn: Callable[[], T],
+        *,
+        site: str = "",
+        collective: bool = False,
+        inputs: Any = None,
+        codec: Codec | None = None,
+    ) -> T:
+        """Return `fn()` in forward and what it returned there in the recompute.
+
+        `fn` runs with no gradient, unseen by selective checkpointing and by every channel, and
+        its result is detached. The random streams after it are the same whether it ran or not.
+        Outside every checkpoint `fn` runs the same way and nothing is recorded.
+
+        Arguments:
+            fn: makes the decision: tensors, numbers or opaque handles, nested in lists, tuples,
+                dicts and dataclasses.
+            site: names the decision; a replay checks that it matches.
+            collective: the decision contains a collective, so that all ranks must make it or none.
+            inputs: the tensors that it depends on; verify mode compares them.
+            codec: how this decision is stored; default the codec of the channel.
+
+        Raises:
+            ReplayError: when the log has no such decision (see `on_miss`), holds another site
+                there, or holds one that was changed in place; and in a recompute of a checkpoint
+                that this channel is not bound to.
+        """
+        return self._decide(fn, site, collective, inputs, codec or self.codec)
+
+    @contextmanager
+    def verify(self, margin: Margin | None = None) -> Iterator[VerifyReport]:
+        """Check every decision replayed inside, on any thread, against one that is made again.
+
+        The recorded decision is still the one that is used. Have both forward and backward
+        inside, so that inputs can be compared; they are copied. A decision that contains a
+        collective runs its collective again: verify on every rank or on none.
+
+        Arguments:
+            margin: from (inputs, recorded, fresh), how far from a tie a changed decision was;
+                `score_margin` for indices into scores.
+        """
+        outer, report = self._verifying, VerifyReport()
+        self._verifying = (report, margin)
+        try:
+            yield report
+        finally:
+            self._verifying = outer
+
+    def usage(self) -> Usage:
+        """Return the bytes that the records of this channel hold now and held at most."""
+        return self._ledger.usage()
+
+    def _contexts(
+        self,
+        context_fn: CheckpointContextFn | None,
+        on_record_exit: Callable[[RecomputeReplayRecorder[T]], None] | None,
+    ) -> tuple[AbstractContextManager, AbstractContextManager]:
+        recorder, mode = self._log_of_call()
+        forward: AbstractContextManager = Scope(self._binding, recorder, mode)
+        recompute: AbstractContextManager = Scope(self._binding, recorder, "replay")
+        if context_fn is not None:
+            inner_forward, inner_recompute = context_fn()
+            forward = Nested(forward, inner_forward)
+            recompute = Nested(recompute, inner_recompute)
+        if on_record_exit is not None and mode == "record":
+            forward = Then(forward, partial(_finish, recorder, on_record_exit))
+        return forward, recompute
+
+    def _log_of_call(self) -> tuple[RecomputeReplayRecorder[T], str]:
+        """Return the log of a checkpointed call that starts here, and the mode of its forward.
+
+        Inside another recorded call it is a new child of that call's log. Inside a replayed one
+        this forward is itself a recompute, and replays the child that the first forward wrote.
+        """
+        outer = self.current()
+        if outer is not None and outer[1] == "replay":
+            child = outer[0].take_child()
+            if child is not None:
+                return child, "replay"
+            self._count_miss(outer[0], "a checkpointed call", collective=False)
+        recorder = RecomputeReplayRecorder[T]()
+        recorder.name, recorder.labels = self.name, current_labels()
+        recorder._ledger = self._ledger
+        if outer is not None and outer[1] == "record":
+            outer[0]._children.append(recorder)
+        return recorder, "record"
+
+    @torch.compiler.disable
+    def _decide(
+        self, fn: Callable[[], T], site: str, collective: bool, inputs: Any, codec: Codec | None
+    ) -> T:
+        bound = self.current()
+        if bound is None:
+            self._refuse_unbound(site)
+            return detached(run_outside(fn))
+        recorder, mode = bound
+        if mode == "replay":
+            return self._replay(recorder, fn, site, collective, inputs)
+        value = run_outside(fn)
+        random = RandomState.capture() if self.preserve_random else None
+        copied = map_tensors(_copy, inputs) if self._verifying is not None else None
+        return recorder.append(value, site, codec, random, copied)
+
+    def _replay(
+        self,
+        recorder: RecomputeReplayRecorder[T],
+        fn: Callable[[], T],
+        site: str,
+        collective: bool,
+        inputs: Any,
+    ) -> T:
+        at = recorder._cursor
+        missing = at >= len(recorder)
+        if isinstance(self.on_miss, AgreeOnMiss) and self.on_miss.any_rank(missing):
+            recorder._cursor = at + (not missing)
+            recorder.replay_misses += missing
+            return detached(run_outside(fn))
+        if missing:
+            self._count_miss(recorder, site, collective)
+            return detached(run_outside(fn))
+        note = recorder.note(at)
+        if note is not None and note.site != site:
+            raise ReplayError(self._out_of_order(recorder, at, site))
+        value = recorder._value(at)
+        recorder._cursor = at + 1
+        if self._verifying is not None:
+            self._examine(recorder, at, value, fn, inputs)
+        if note is not None and note.random is not None:
+            note.random.restore()
+        return value
+
+    def _count_miss(
+        self, recorder: RecomputeReplayRecorder[T], site: str, collective: bool
+    ) -> None:
+        """Count a decision that was not recorded; raise where the policy says so.
+
+        A log whose forward still runs, as `autograd.grad` inside the block recomputes it, is
+        short by nature: that is no error.
+        """
+        recorder.replay_misses += 1
+        policy = self.on_miss or ("raise" if collective else "recompute")
+        if policy == "raise" and not recorder.is_partial:
+            raise ReplayError(self._too_few(recorder, site))
+
+    def _examine(
+        self,
+        recorder: RecomputeReplayRecorder[T],
+        at: int,
+        recorded: T,
+        fn: Callable[[], T],
+        inputs: Any,
+    ) -> None:
+        verifying, note = self._verifying, recorder.note(at)
+        if verifying is None or note is None:
+            return
+        report, margin = verifying
+        fresh = detached(run_uncounted(fn))
+        drift = run_outside(lambda: measure(recorded, fresh, note.inputs, inputs, margin))
+        report.checked += 1
+        if drift is not None:
+            report.drifts.append(Drift(self.name, note.site, at, *drift, labels=recorder.labels))
+
+    def _refuse_unbound(self, site: str) -> None:
+        if self._binding.mode is None and is_recomputing() and not is_outside():
+            raise ReplayError(
+                f"{place(self.name, site, current_labels())}: a decision was asked for in the "
+                "recompute of a checkpoint that this channel is not bound to, so what its forward "
+                "decided is lost; pass use_reentrant=False and context_fn=channel."
+                "checkpoint_context_fn(None) to checkpoint, or run under channel.scope(None, "
+                '"replay") to decide again'
+            )
+
+    def _too_few(self, recorder: RecomputeReplayRecorder[T], site: str) -> str:
+        return (
+            f"{place(self.name, site, recorder.labels)}: the recompute asked for decision "
+            f"{recorder._cursor} and the forward recorded {len(recorder)}"
+            f"{_order(recorder)}; the block decides more often in its recompute than in its "
+            'forward; make both alike, or set on_miss="recompute" if no rank can be left alone '
+            "in a collective"
+        )
+
+    def _out_of_order(self, recorder: RecomputeReplayRecorder[T], at: int, site: str) -> str:
+        note = recorder.note(at)
+        return (
+            f"{place(self.name, site, recorder.labels)}: decision {at} of the recompute is site "
+            f"{site!r} and in the forward it was site {note.site if note else ''!r}"
+            f"{_order(recorder)}; the block decides in another order in its recompute; make both "
+            "orders alike"
+        )
+
+
+def _order(recorder: RecomputeReplayRecorder) -> str:
+    named = [site or "unnamed" for site in recorder.sites]
+    return f" (in order: {', '.join(named)})" if named else ""
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().clone()
+
+
+def _finish(
+    recorder: RecomputeReplayRecorder[T],
+    on_record_exit: Callable[[RecomputeReplayRecorder[T]], None],
+) -> None:
+    on_record_exit(recorder)
+    recorder.seal()

@@ -1,0 +1,129 @@
+"""The contexts that checkpoint enters. They keep no state of an entry, so they can be entered
+again, inside themselves and on any thread; nothing here may be a generator-based context."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any
+
+from longpack.errors import ReplayError
+from longpack.recompute_replay.outside import run_outside
+from longpack.recompute_replay.recorder import RecomputeReplayRecorder
+
+CheckpointContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
+
+
+class _Binding(threading.local):
+    """Thread-local `(recorder, mode)` binding; `__init__` runs once per thread."""
+
+    def __init__(self) -> None:
+        self.recorder: RecomputeReplayRecorder | None = None
+        self.mode: str | None = None
+        self._outer: list[tuple[RecomputeReplayRecorder | None, str | None, Any]] = []
+
+    def enter(self, recorder: RecomputeReplayRecorder | None, mode: str) -> None:
+        """Bind `recorder` until `leave`; a replay starts at the first record."""
+        resume = None
+        if recorder is not None and mode == "record":
+            recorder._forwards_open += 1
+        elif recorder is not None:
+            resume = recorder._position if self._replays(recorder) else None
+            recorder.rewind()
+        self._outer.append((self.recorder, self.mode, resume))
+        self.recorder, self.mode = recorder, mode
+
+    def leave(self) -> None:
+        """Bind again what was bound before the last `enter`."""
+        recorder, mode = self.recorder, self.mode
+        self.recorder, self.mode, resume = self._outer.pop()
+        if recorder is not None and mode == "record":
+            recorder._forwards_open -= 1
+        elif recorder is not None and resume is not None:
+            recorder._position = resume
+
+    def _replays(self, recorder: RecomputeReplayRecorder) -> bool:
+        bound = [(self.recorder, self.mode), *((r, m) for r, m, _ in self._outer)]
+        return any(r is recorder and m == "replay" for r, m in bound)
+
+
+class Scope:
+    """Binds a recorder in one mode while it is entered."""
+
+    __slots__ = ("_binding", "_mode", "_recorder")
+
+    def __init__(
+        self, binding: _Binding, recorder: RecomputeReplayRecorder | None, mode: str
+    ) -> None:
+        self._binding, self._recorder, self._mode = binding, recorder, mode
+
+    def __enter__(self) -> None:
+        self._binding.enter(self._recorder, self._mode)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._binding.leave()
+
+
+class Then:
+    """Enters `context` and, when its block ends without an exception, calls `after` outside."""
+
+    __slots__ = ("_after", "_context")
+
+    def __init__(self, context: AbstractContextManager, after: Callable[[], None]) -> None:
+        self._context, self._after = context, after
+
+    def __enter__(self) -> Any:
+        return self._context.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        swallowed = self._context.__exit__(kind, error, trace)
+        if kind is None:
+            run_outside(self._after)
+        return swallowed
+
+
+class Nested:
+    """Enters several contexts, the first outermost."""
+
+    __slots__ = ("_contexts",)
+
+    def __init__(self, *contexts: AbstractContextManager) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            for context in self._contexts:
+                _refuse_used_generator(context)
+                entered.enter_context(context)
+            entered.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        leaving = ExitStack()
+        for context in self._contexts:
+            leaving.push(context)
+        return leaving.__exit__(kind, error, trace)
+
+
+def _refuse_used_generator(context: AbstractContextManager) -> None:
+    # contextlib deletes the arguments of a generator-based context when it is entered.
+    if hasattr(context, "gen") and not hasattr(context, "args"):
+        raise ReplayError(
+            f"the context of {context.gen.__name__!r} was entered a second time, as a frame is "  # pyright: ignore
+            "recomputed once a backward, and a @contextmanager context can be entered once; "
+            "return an instance of a class with __enter__ and __exit__ from context_fn"
+        )
