@@ -52,8 +52,7 @@ def cp_blockdiag_sdpa(
         UnsupportedError: arguments that are not honoured, or a backend that cannot run, with
             every reason.
     """
-    if step is None:
-        step = _active_step()
+    step = resolve_step(step)
     if step is None:
         return F.scaled_dot_product_attention(
             query,
@@ -83,8 +82,14 @@ def cp_blockdiag_sdpa(
     return out.transpose(0, 1)[None]
 
 
-def _active_step() -> CpStep | None:
-    """Return the step of the open `with` block; in a recompute that slot cannot be trusted."""
+def resolve_step(step: CpStep | None) -> CpStep | None:
+    """Return the given step, else that of the open `with` block, else None.
+
+    Raises:
+        StepError: in a checkpoint recompute with no step given, where the slot cannot be trusted.
+    """
+    if step is not None:
+        return step
     if not is_recomputing():
         return state._CP_BLOCKDIAG_STATE.get()
     raise StepError(

@@ -1,0 +1,1 @@
+"""longpack inside other people's models: one folder or file each."""
