@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from longpack.collectives.transport import Transport
 
 T = TypeVar("T")
 
-# Groups whose ranks have compared plans once; membership goes with the group.
-_MET: "WeakSet[object]" = WeakSet()
+# Which ranks of this process have compared plans once, by group; an entry goes with its group.
+_MET: "WeakKeyDictionary[object, set[int]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Vote(Generic[T]):
 
 
 def first_meeting(transport: Transport) -> bool:
-    """Say whether this axis has not met yet, and remember that it has."""
-    fresh = transport.group not in _MET
-    if fresh:
-        _MET.add(transport.group)
+    """Say whether this rank has not met the others of its axis yet, and remember that it has."""
+    met = _MET.setdefault(transport.group, set())
+    fresh = transport.rank not in met
+    met.add(transport.rank)
     return fresh
 
 

@@ -109,9 +109,10 @@ def block_causal(mask: NDArray[Any]) -> tuple[NDArray[np.bool_], NDArray[np.bool
         real[:, :, None] & (column >= first[:, :, None]) & (column <= np.arange(rows)[:, None])
     )
     wrong = allowed != expected
-    if not wrong.any():  # a document may not reach back into another
-        back = np.take_along_axis(first, first, axis=1) != first
-        wrong = back[:, :, None] & real[:, :, None]
+    # a row's document starts where its start's does, and never before an earlier row's
+    strays = np.take_along_axis(first, first, axis=1) != first
+    strays[:, 1:] |= np.diff(first, axis=1) < 0
+    wrong |= strays[:, :, None]
     if wrong.any():
         b, i = (int(n) for n in np.argwhere(wrong.any(axis=2))[0])
         raise PackingError(
