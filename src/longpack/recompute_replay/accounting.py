@@ -19,26 +19,26 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._live: dict[str, int] = {}
-        self._peak: dict[str, int] = {}
-        self._total_live = self._total_peak = 0
+        self._total = [0, 0]  # live, peak
+        self._sites: dict[str, list[int]] = {}
 
     def add(self, site: str, nbytes: int) -> None:
         with self._lock:
-            live = self._live.get(site, 0) + nbytes
-            self._live[site] = live
-            if live > self._peak.get(site, 0):
-                self._peak[site] = live
-            self._total_live += nbytes
-            self._total_peak = max(self._total_peak, self._total_live)
+            count = self._sites.get(site)
+            if count is None:
+                count = self._sites[site] = [0, 0]
+            for live_and_peak in (self._total, count):
+                live_and_peak[0] += nbytes
+                if live_and_peak[0] > live_and_peak[1]:
+                    live_and_peak[1] = live_and_peak[0]
 
     def remove(self, held: Iterable[tuple[str, int]]) -> None:
         with self._lock:
             for site, nbytes in held:
-                self._live[site] -= nbytes
-                self._total_live -= nbytes
+                self._sites[site][0] -= nbytes
+                self._total[0] -= nbytes
 
     def usage(self) -> Usage:
         with self._lock:
-            sites = {site: Usage(self._live[site], self._peak[site]) for site in self._peak}
-            return Usage(self._total_live, self._total_peak, sites)
+            sites = {site: Usage(*count) for site, count in self._sites.items()}
+            return Usage(*self._total, sites)

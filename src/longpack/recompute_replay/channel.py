@@ -120,7 +120,8 @@ class RecomputeReplay(Generic[T]):
                 there, or holds one that was changed in place; and in a recompute of a checkpoint
                 that this channel is not bound to.
         """
-        return self._decide(fn, site, collective, inputs, codec or self.codec)
+        decide = _decide_eagerly if torch.compiler.is_compiling() else RecomputeReplay._decide
+        return decide(self, fn, site, collective, inputs, codec or self.codec)
 
     @contextmanager
     def verify(self, margin: Margin | None = None) -> Iterator[VerifyReport]:
@@ -173,23 +174,22 @@ class RecomputeReplay(Generic[T]):
             if child is not None:
                 return child, "replay"
             self._count_miss(outer[0], "a checkpointed call", collective=False)
-        recorder = RecomputeReplayRecorder[T]()
+        recorder: RecomputeReplayRecorder[T] = RecomputeReplayRecorder()
         recorder.name, recorder.labels = self.name, current_labels()
         recorder._ledger = self._ledger
         if outer is not None and outer[1] == "record":
             outer[0]._children.append(recorder)
         return recorder, "record"
 
-    @torch.compiler.disable
     def _decide(
         self, fn: Callable[[], T], site: str, collective: bool, inputs: Any, codec: Codec | None
     ) -> T:
-        bound = self.current()
-        if bound is None:
+        binding = self._binding
+        recorder = binding.recorder
+        if recorder is None or is_outside():
             self._refuse_unbound(site)
             return detached(run_outside(fn))
-        recorder, mode = bound
-        if mode == "replay":
+        if binding.mode == "replay":
             return self._replay(recorder, fn, site, collective, inputs)
         value = run_outside(fn)
         random = RandomState.capture() if self.preserve_random else None
@@ -204,8 +204,8 @@ class RecomputeReplay(Generic[T]):
         collective: bool,
         inputs: Any,
     ) -> T:
-        at = recorder._cursor
-        missing = at >= len(recorder)
+        at, child = recorder._position
+        missing = at >= len(recorder._records)
         if isinstance(self.on_miss, AgreeOnMiss) and self.on_miss.any_rank(missing):
             recorder._cursor = at + (not missing)
             recorder.replay_misses += missing
@@ -217,7 +217,7 @@ class RecomputeReplay(Generic[T]):
         if note is not None and note.site != site:
             raise ReplayError(self._out_of_order(recorder, at, site))
         value = recorder._value(at)
-        recorder._cursor = at + 1
+        recorder._position = (at + 1, child)
         if self._verifying is not None:
             self._examine(recorder, at, value, fn, inputs)
         if note is not None and note.random is not None:
@@ -282,6 +282,10 @@ class RecomputeReplay(Generic[T]):
             f"{_order(recorder)}; the block decides in another order in its recompute; make both "
             "orders alike"
         )
+
+
+# A compiled block leaves its graph here: Dynamo would write the choice into the graph.
+_decide_eagerly = torch.compiler.disable(RecomputeReplay._decide)
 
 
 def _order(recorder: RecomputeReplayRecorder) -> str:

@@ -28,7 +28,7 @@ class _Binding(threading.local):
         if recorder is not None and mode == "record":
             recorder._forwards_open += 1
         elif recorder is not None:
-            resume = recorder._position if self._replays(recorder) else None
+            resume = recorder._position if self._outer and self._replays(recorder) else None
             recorder.rewind()
         self._outer.append((self.recorder, self.mode, resume))
         self.recorder, self.mode = recorder, mode
