@@ -187,6 +187,16 @@ def test_low_precision_error_is_at_most_twice_plain_sdpa(kernel, dtype, name):
         assert error <= allowed, f"{part}: {error:.3e} > {allowed:.3e}"
 
 
+def test_shared_keys_sum_their_gradients_in_float32():
+    """512 contributions of 1 to one bfloat16 row are 512; added in bfloat16 they stop at 256."""
+    segments = Segments(tuple((i, i + 1, 0, 1) for i in range(512)), 512, 1)
+    query, key = torch.zeros(512, 1, 8).bfloat16(), torch.zeros(1, 1, 8).bfloat16()
+    value = torch.ones(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    out = attend("flash_cpu", query, key, value, segments)
+    (grad,) = torch.autograd.grad(out, value, torch.ones_like(out))
+    assert grad.flatten().tolist() == [512.0] * 8
+
+
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_strides_do_not_matter(kernel):
     """The CPU op reads garbage where the last stride is not 1, so such tensors must be copied."""

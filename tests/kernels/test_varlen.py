@@ -194,15 +194,22 @@ def test_packed_arguments_in_numbers():
     assert index.key_index.tolist() == [1, 2, 3, 2, 3, 4, 5, 6]
 
 
-def test_shared_keys_sum_their_gradients_in_float32():
-    """512 contributions of 1 to one bfloat16 row are 512; added in bfloat16 they stop at 256."""
-    bounds = tuple((i, i + 1, 0, 1) for i in range(512))
-    segments = Segments(bounds, 512, 1)
-    query, key = torch.zeros(512, 1, 8), torch.zeros(1, 1, 8)
+def test_shared_keys_sum_their_gradients_in_float32(monkeypatch):
+    """The dtype of the sum is looked at, because on CPU a bfloat16 sum would not stall at 256."""
+    summed, original = [], torch.Tensor.index_add_
+
+    def spy(total, *args):
+        summed.append(total.dtype)
+        return original(total, *args)
+
+    monkeypatch.setattr(torch.Tensor, "index_add_", spy)
+    segments = Segments(tuple((i, i + 1, 0, 1) for i in range(512)), 512, 1)
+    query, key = torch.zeros(512, 1, 8).bfloat16(), torch.zeros(1, 1, 8).bfloat16()
     value = torch.ones(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
-    out = attend_varlen(stand_in, query.bfloat16(), key.bfloat16(), value, segments, 1.0)
+    out = attend_varlen(stand_in, query, key, value, segments, 1.0)
     (grad,) = torch.autograd.grad(out, value, torch.ones_like(out))
     assert grad.flatten().tolist() == [512.0] * 8
+    assert summed == [torch.float32]
 
 
 @pytest.mark.parametrize("kernel", [flash_attn_pkg, flash_torch_cuda, te])
