@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from longpack.kernels import KernelCall, Segments
+from longpack.kernels import KernelCall, Segments, varlen
 from longpack.kernels.impl import dense, flash_attn_pkg, flash_torch_cuda, te
 from longpack.kernels.varlen import attend_varlen
 
@@ -237,7 +237,7 @@ def test_a_capable_device_is_refused_only_for_an_old_package(
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(kernel, "version", lambda name: installed)
+    monkeypatch.setattr(varlen, "installed_version", lambda package: installed)
     call = KernelCall("cuda", torch.bfloat16, 4, 2, 128, 128)
     assert kernel.reasons_against(call) == ([reason] if reason else [])
 

@@ -1,5 +1,7 @@
 """Attend through a varlen kernel: pad heads, gather rows, call it, and put the rows back."""
 
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +48,25 @@ def cuda_reasons(call: KernelCall) -> list[str]:
             f"heads of {max(call.head_dim, call.v_head_dim)} are larger than {MAX_HEAD_DIM}"
         )
     return reasons
+
+
+def package_reasons(package: str, oldest: tuple[int, int]) -> list[str]:
+    """List why an installed package cannot serve: missing, or before version `oldest`."""
+    installed = installed_version(package)
+    if installed is None:
+        return [f"the package {package} is not installed"]
+    if tuple(map(int, installed.split(".")[:2])) < oldest:
+        return [f"needs {package} {oldest[0]}.{oldest[1]}, {installed} is installed"]
+    return []
+
+
+@cache
+def installed_version(package: str) -> str | None:
+    """Return a package's version or None; cached, for every attention call chooses a kernel."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def attend_varlen(

@@ -1,13 +1,11 @@
 """The flash-attn package, where it is installed."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from torch import Tensor
 
 from longpack.kernels.call import KernelCall
 from longpack.kernels.packed import PackedIndex
 from longpack.kernels.segments import Segments
-from longpack.kernels.varlen import attend_varlen, cuda_reasons
+from longpack.kernels.varlen import attend_varlen, cuda_reasons, package_reasons
 
 NAME: str = "flash_attn"
 BACKEND: str = "flash"
@@ -15,16 +13,8 @@ BACKEND: str = "flash"
 
 def reasons_against(call: KernelCall) -> list[str]:
     """List why a call cannot run: device, dtype, head size, package missing or too old."""
-    reasons = cuda_reasons(call)
-    try:
-        installed = version("flash-attn")
-    except PackageNotFoundError:
-        reasons.append("the package flash-attn is not installed")
-    else:
-        # From 2.1 on, causal masks are aligned at the bottom right; before, at the top left.
-        if tuple(map(int, installed.split(".")[:2])) < (2, 1):
-            reasons.append(f"needs flash-attn 2.1, {installed} is installed")
-    return reasons
+    # From 2.1 on, causal masks are aligned at the bottom right; before, at the top left.
+    return cuda_reasons(call) + package_reasons("flash-attn", (2, 1))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:

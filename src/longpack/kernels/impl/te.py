@@ -1,13 +1,11 @@
 """Transformer Engine's DotProductAttention on packed rows, where the package is installed."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from torch import Tensor
 
 from longpack.kernels.call import KernelCall
 from longpack.kernels.packed import PackedIndex
 from longpack.kernels.segments import Segments
-from longpack.kernels.varlen import attend_varlen, cuda_reasons
+from longpack.kernels.varlen import attend_varlen, cuda_reasons, package_reasons
 
 NAME: str = "te"
 BACKEND: str = "te"
@@ -15,16 +13,8 @@ BACKEND: str = "te"
 
 def reasons_against(call: KernelCall) -> list[str]:
     """List why a call cannot run: device, dtype, head size, package missing or too old."""
-    reasons = cuda_reasons(call)
-    try:
-        installed = version("transformer-engine")
-    except PackageNotFoundError:
-        reasons.append("the package transformer-engine is not installed")
-    else:
-        # The mask type padding_causal_bottom_right came with 1.8.
-        if tuple(map(int, installed.split(".")[:2])) < (1, 8):
-            reasons.append(f"needs transformer-engine 1.8, {installed} is installed")
-    return reasons
+    # The mask type padding_causal_bottom_right came with 1.8.
+    return cuda_reasons(call) + package_reasons("transformer-engine", (1, 8))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
