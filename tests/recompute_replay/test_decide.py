@@ -252,7 +252,7 @@ def test_a_taken_record_that_was_changed_in_place_is_found() -> None:
     ids = torch.arange(3)
     recorder.record(ids)
     ids[0] = 9
-    with pytest.raises(ReplayError, match="record 0.*changed in place"):
+    with pytest.raises(ReplayError, match=r"record 0.*changed in place"):
         recorder.take()
 
 

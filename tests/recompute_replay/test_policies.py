@@ -64,7 +64,7 @@ def test_a_collective_may_be_decided_again_when_asked_for() -> None:
 @pytest.mark.parametrize("on_miss", [None, "raise", "recompute"])
 def test_another_order_raises_whatever_the_policy(on_miss) -> None:
     channel: RecomputeReplay[int] = RecomputeReplay("routes", on_miss=on_miss)
-    with pytest.raises(ReplayError, match="decision 0 of the recompute is site 'b' .*'a'.*a, b"):
+    with pytest.raises(ReplayError, match=r"decision 0 of the recompute is site 'b' .*'a'.*a, b"):
         replayed(channel, ["a", "b"], ["b", "a"])
 
 

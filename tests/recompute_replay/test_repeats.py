@@ -1,4 +1,4 @@
-"""A frame is recomputed never, once or many times, and inside itself: each time the same choices."""
+"""A frame is recomputed never, once or many times, and inside itself: always the same choices."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from longpack.testing.recompute import run_interleaved, zero_bubble_backward
 
 
 class Block(torch.nn.Module):
-    """Scales its input by a random power of two that it draws at every run: decided once or wrong."""
+    """Scales its input by a power of two that is another one at every run of `draw`."""
 
     def __init__(self, channel: RecomputeReplay[int], decisions: int = 2) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_a_generator_context_is_refused_on_its_second_entry(channel) -> None:
     context_fn = channel.checkpoint_context_fn(lambda: (nullcontext(), single_use()))
     out = checkpoint(block, x, use_reentrant=False, context_fn=context_fn).sum()
     torch.autograd.grad(out, x, retain_graph=True)
-    with pytest.raises(ReplayError, match="single_use.*second time"):
+    with pytest.raises(ReplayError, match=r"single_use.*second time"):
         torch.autograd.grad(out, x)
     assert channel.current() is None
 

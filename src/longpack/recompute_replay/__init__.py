@@ -18,6 +18,7 @@ from longpack.recompute_replay.carry import (
 )
 from longpack.recompute_replay.channel import RecomputeReplay
 from longpack.recompute_replay.codecs import BitCodec, Codec, IdCodec
+from longpack.recompute_replay.compiled import compiled_decision, save_decisions
 from longpack.recompute_replay.compose import compose
 from longpack.recompute_replay.contexts import CheckpointContextFn, _Binding
 from longpack.recompute_replay.miss import AgreeOnMiss, MissPolicy, replay_labels
@@ -44,10 +45,12 @@ __all__ = [
     "VerifyReport",
     "_Binding",
     "carry_sdpa_backends",
+    "compiled_decision",
     "compose",
     "is_recomputing",
     "once_per_forward",
     "replay_labels",
     "run_uncounted",
+    "save_decisions",
     "score_margin",
 ]

@@ -5,7 +5,9 @@
 `fake_accelerator` recomputes on an autograd device thread without an accelerator.
 """
 
+import atexit
 import gc
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -129,12 +131,15 @@ def fake_accelerator() -> torch.device:
     `tensor.to("fake")` and `module.to("fake")` work, and backward of such tensors runs on a
     worker thread of autograd, as on a real accelerator: thread-local state set by the caller of
     backward is not seen there. The engine counts devices when it first starts, so call this
-    before the first backward of the process, in a process of its own.
+    before the first backward of the process, in a process of its own. The device guard of torch
+    for Python backends cannot unwind: an exception inside a backward ends the process.
     """
     setup = torch.utils.backend_registration._setup_privateuseone_for_python_backend
     setup(rename="fake", backend_module=_FakeModule())
     for name in ("empty.memory_format", "empty_strided"):
         _LIBRARY.impl(name, _factory(name), "PrivateUse1")
+    # The worker leaves its guards, which call Python, after it has woken the caller of backward.
+    atexit.register(time.sleep, 0.1)
     return torch.device("fake", 0)
 
 
@@ -158,6 +163,9 @@ class _FakeModule:
 
     def device(self, index: Any) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
 
     def _is_in_bad_fork(self) -> bool:
         return False
