@@ -251,4 +251,4 @@ def test_random_states_count_as_bytes() -> None:
     forward, _ = channel.checkpoint_context_fn(None)()
     with forward:
         channel.decide(lambda: torch.zeros(8), site="a")
-        assert channel.usage().sites["a"].live_bytes == 32 + torch.get_rng_state().numel()
+    assert channel.usage().sites["a"].live_bytes == 32 + torch.get_rng_state().numel()

@@ -1,7 +1,7 @@
 """Count the bytes that records hold, now and at most, by channel and by site."""
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -19,26 +19,34 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._total = [0, 0]  # live, peak
-        self._sites: dict[str, list[int]] = {}
+        self._total = _Count()
+        self._sites: dict[str, _Count] = {}
 
-    def add(self, site: str, nbytes: int) -> None:
+    def replace(self, old: Sequence[tuple[str, int]], new: Sequence[tuple[str, int]]) -> None:
+        """Count `new` (site, bytes) instead of `old`."""
         with self._lock:
-            count = self._sites.get(site)
-            if count is None:
-                count = self._sites[site] = [0, 0]
-            for live_and_peak in (self._total, count):
-                live_and_peak[0] += nbytes
-                if live_and_peak[0] > live_and_peak[1]:
-                    live_and_peak[1] = live_and_peak[0]
-
-    def remove(self, held: Iterable[tuple[str, int]]) -> None:
-        with self._lock:
-            for site, nbytes in held:
-                self._sites[site][0] -= nbytes
-                self._total[0] -= nbytes
+            for site, nbytes in old:
+                self._sites[site].add(-nbytes)
+                self._total.add(-nbytes)
+            for site, nbytes in new:
+                if site not in self._sites:
+                    self._sites[site] = _Count()
+                self._sites[site].add(nbytes)
+                self._total.add(nbytes)
 
     def usage(self) -> Usage:
         with self._lock:
-            sites = {site: Usage(*count) for site, count in self._sites.items()}
-            return Usage(*self._total, sites)
+            sites = {site: Usage(count.live, count.peak) for site, count in self._sites.items()}
+            return Usage(self._total.live, self._total.peak, sites)
+
+
+class _Count:
+    __slots__ = ("live", "peak")
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+
+    def add(self, nbytes: int) -> None:
+        self.live += nbytes
+        if self.live > self.peak:
+            self.peak = self.live

@@ -120,8 +120,21 @@ class RecomputeReplay(Generic[T]):
                 there, or holds one that was changed in place; and in a recompute of a checkpoint
                 that this channel is not bound to.
         """
-        decide = _decide_eagerly if torch.compiler.is_compiling() else RecomputeReplay._decide
-        return decide(self, fn, site, collective, inputs, codec or self.codec)
+        if torch.compiler.is_dynamo_compiling():
+            return _decide_eagerly(
+                self, fn, site=site, collective=collective, inputs=inputs, codec=codec
+            )
+        binding = self._binding
+        recorder = binding.recorder
+        if recorder is None or is_outside():
+            self._refuse_unbound(site)
+            return detached(run_outside(fn))
+        if binding.mode == "replay":
+            return self._replay(recorder, fn, site, collective, inputs)
+        value = run_outside(fn)
+        random = RandomState.capture() if self.preserve_random else None
+        copied = map_tensors(_copy, inputs) if self._verifying is not None else None
+        return recorder.append(value, site, codec or self.codec, random, copied)
 
     @contextmanager
     def verify(self, margin: Margin | None = None) -> Iterator[VerifyReport]:
@@ -181,21 +194,6 @@ class RecomputeReplay(Generic[T]):
             outer[0]._children.append(recorder)
         return recorder, "record"
 
-    def _decide(
-        self, fn: Callable[[], T], site: str, collective: bool, inputs: Any, codec: Codec | None
-    ) -> T:
-        binding = self._binding
-        recorder = binding.recorder
-        if recorder is None or is_outside():
-            self._refuse_unbound(site)
-            return detached(run_outside(fn))
-        if binding.mode == "replay":
-            return self._replay(recorder, fn, site, collective, inputs)
-        value = run_outside(fn)
-        random = RandomState.capture() if self.preserve_random else None
-        copied = map_tensors(_copy, inputs) if self._verifying is not None else None
-        return recorder.append(value, site, codec, random, copied)
-
     def _replay(
         self,
         recorder: RecomputeReplayRecorder[T],
@@ -213,13 +211,12 @@ class RecomputeReplay(Generic[T]):
         if missing:
             self._count_miss(recorder, site, collective)
             return detached(run_outside(fn))
-        note = recorder.note(at)
+        value, note = recorder.read(at)
         if note is not None and note.site != site:
-            raise ReplayError(self._out_of_order(recorder, at, site))
-        value = recorder._value(at)
+            raise ReplayError(self._out_of_order(recorder, at, site, note.site))
         recorder._position = (at + 1, child)
-        if self._verifying is not None:
-            self._examine(recorder, at, value, fn, inputs)
+        if self._verifying is not None and note is not None:
+            self._examine(recorder, at, value, note.inputs, fn, site, inputs)
         if note is not None and note.random is not None:
             note.random.restore()
         return value
@@ -242,18 +239,20 @@ class RecomputeReplay(Generic[T]):
         recorder: RecomputeReplayRecorder[T],
         at: int,
         recorded: T,
+        old_inputs: Any,
         fn: Callable[[], T],
+        site: str,
         inputs: Any,
     ) -> None:
-        verifying, note = self._verifying, recorder.note(at)
-        if verifying is None or note is None:
+        """Decide again, aside, and report how the record and its inputs differ."""
+        if self._verifying is None:
             return
-        report, margin = verifying
+        report, margin = self._verifying
         fresh = detached(run_uncounted(fn))
-        drift = run_outside(lambda: measure(recorded, fresh, note.inputs, inputs, margin))
+        drift = run_outside(lambda: measure(recorded, fresh, old_inputs, inputs, margin))
         report.checked += 1
         if drift is not None:
-            report.drifts.append(Drift(self.name, note.site, at, *drift, labels=recorder.labels))
+            report.drifts.append(Drift(self.name, site, at, *drift, labels=recorder.labels))
 
     def _refuse_unbound(self, site: str) -> None:
         if self._binding.mode is None and is_recomputing() and not is_outside():
@@ -274,18 +273,18 @@ class RecomputeReplay(Generic[T]):
             "in a collective"
         )
 
-    def _out_of_order(self, recorder: RecomputeReplayRecorder[T], at: int, site: str) -> str:
-        note = recorder.note(at)
+    def _out_of_order(
+        self, recorder: RecomputeReplayRecorder[T], at: int, asked: str, recorded: str
+    ) -> str:
         return (
-            f"{place(self.name, site, recorder.labels)}: decision {at} of the recompute is site "
-            f"{site!r} and in the forward it was site {note.site if note else ''!r}"
-            f"{_order(recorder)}; the block decides in another order in its recompute; make both "
-            "orders alike"
+            f"{place(self.name, asked, recorder.labels)}: decision {at} of the recompute is site "
+            f"{asked!r} and in the forward it was site {recorded!r}{_order(recorder)}; the block "
+            "decides in another order in its recompute; make both orders alike"
         )
 
 
 # A compiled block leaves its graph here: Dynamo would write the choice into the graph.
-_decide_eagerly = torch.compiler.disable(RecomputeReplay._decide)
+_decide_eagerly: Callable[..., Any] = torch.compiler.disable(RecomputeReplay.decide)
 
 
 def _order(recorder: RecomputeReplayRecorder) -> str:

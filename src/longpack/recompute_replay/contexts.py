@@ -26,7 +26,7 @@ class _Binding(threading.local):
         """Bind `recorder` until `leave`; a replay starts at the first record."""
         resume = None
         if recorder is not None and mode == "record":
-            recorder._forwards_open += 1
+            recorder.open()
         elif recorder is not None:
             resume = recorder._position if self._outer and self._replays(recorder) else None
             recorder.rewind()
@@ -38,7 +38,7 @@ class _Binding(threading.local):
         recorder, mode = self.recorder, self.mode
         self.recorder, self.mode, resume = self._outer.pop()
         if recorder is not None and mode == "record":
-            recorder._forwards_open -= 1
+            recorder.close()
         elif recorder is not None and resume is not None:
             recorder._position = resume
 

@@ -21,7 +21,6 @@ class Note:
 
     record_id: int
     fingerprint: Any
-    nbytes: int = 0
     site: str = ""
     codec: Codec | None = None
     random: RandomState | None = None  # where the random streams stood after the decision
@@ -43,6 +42,7 @@ class RecomputeReplayRecorder(Generic[T]):
         self._children: list[RecomputeReplayRecorder[T]] = []
         self._positions: dict[int, tuple[int, int]] = {}  # thread -> next record, next child
         self._forwards_open = 0
+        self._held: list[tuple[str, int]] = []  # bytes by site, as counted in the ledger
         self._ledger: Ledger | None = None
         self.name = ""
         self.labels: Mapping[str, Any] = {}
@@ -51,7 +51,7 @@ class RecomputeReplayRecorder(Generic[T]):
     @property
     def records(self) -> tuple[T, ...]:
         """The recorded decisions in forward order."""
-        return tuple(self._value(at) for at in range(len(self._records)))
+        return tuple(self.read(at)[0] for at in range(len(self._records)))
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -97,12 +97,18 @@ class RecomputeReplayRecorder(Generic[T]):
         """Append one decision with what is known about it; return it detached."""
         entry = detached(entry)
         stored = entry if codec is None else codec.encode(entry)
-        held = nbytes(stored) + (0 if random is None else random.nbytes)
         self._records.append(stored)
-        self._notes.append(Note(id(stored), fingerprint(stored), held, site, codec, random, inputs))
-        if self._ledger is not None:
-            self._ledger.add(site, held)
+        self._notes.append(Note(id(stored), fingerprint(stored), site, codec, random, inputs))
         return entry
+
+    def open(self) -> None:
+        """Note that a forward writes this log now."""
+        self._forwards_open += 1
+
+    def close(self) -> None:
+        """Note that the forward has ended, and count the bytes that it recorded."""
+        self._forwards_open -= 1
+        self._count_bytes()
 
     def rewind(self) -> None:
         """Restart replay from the first record."""
@@ -119,7 +125,7 @@ class RecomputeReplayRecorder(Generic[T]):
             self.replay_misses += 1
             return None
         self._position = (at + 1, child)
-        return self._value(at)
+        return self.read(at)[0]
 
     def take_child(self) -> "RecomputeReplayRecorder[T] | None":
         """Return the log of the next checkpointed call inside this one, or None past the last."""
@@ -131,33 +137,38 @@ class RecomputeReplayRecorder(Generic[T]):
 
     def seal(self) -> None:
         """Accept the records as they are now: the changes of `on_record_exit` are meant."""
-        held = [(note.site, note.nbytes) for note in self._notes]
         for note, stored in zip(self._notes, self._records, strict=False):
-            random = 0 if note.random is None else note.random.nbytes
             note.record_id, note.fingerprint = id(stored), fingerprint(stored)
-            note.nbytes = nbytes(stored) + random
-        if self._ledger is not None:
-            self._ledger.remove(held)
-            for note in self._notes:
-                self._ledger.add(note.site, note.nbytes)
+        self._count_bytes()
 
-    def note(self, at: int) -> Note | None:
-        """Return the note of record `at`, or None where the record was put there by hand."""
-        return self._notes[at] if at < len(self._notes) else None
+    def _count_bytes(self) -> None:
+        if self._ledger is None or not self._notes:
+            return
+        held = [
+            (note.site, nbytes(stored) + (0 if note.random is None else note.random.nbytes))
+            for note, stored in zip(self._notes, self._records, strict=False)
+        ]
+        self._ledger.replace(self._held, held)
+        self._held = held
 
-    def _value(self, at: int) -> T:
+    def read(self, at: int) -> tuple[T, Note | None]:
+        """Return record `at` and its note; no note where the record was put there by hand.
+
+        Raises:
+            ReplayError: when the record was changed in place after it was recorded.
+        """
         stored = self._records[at]
-        note = self.note(at)
+        note = self._notes[at] if at < len(self._notes) else None
         if note is None or note.record_id != id(stored):
-            return stored
+            return stored, None
         if note.fingerprint != fingerprint(stored):
             raise ReplayError(
                 f"{place(self.name, note.site, self.labels)}: record {at}, a "
                 f"{type(stored).__name__}, was changed in place after it was recorded, so the "
                 "recompute would not see what the forward saw; change a copy of it instead"
             )
-        return stored if note.codec is None else note.codec.decode(stored)
+        return stored if note.codec is None else note.codec.decode(stored), note
 
     def __del__(self) -> None:
-        if self._ledger is not None and self._notes:
-            self._ledger.remove((note.site, note.nbytes) for note in self._notes)
+        if self._ledger is not None and self._held:
+            self._ledger.replace(self._held, [])

@@ -7,11 +7,9 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-V = TypeVar("V")
 
 _CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.Size)
 
@@ -26,19 +24,19 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(child)
 
 
-def detached(value: V) -> V:
+def detached(value: Any) -> Any:
     """Return `value` with no tensor that requires grad; the same object where there is none.
 
     A record that keeps its gradient graph is part of a cycle through C++ that the garbage
     collector cannot see: frame -> record -> grad_fn -> saved tensor -> frame.
     """
-    return map_tensors(lambda t: t.detach() if t.requires_grad else t, value)
+    return map_tensors(_detach, value)
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: V) -> V:
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return `value` with `fn` applied to its tensors; parts that do not change are not copied."""
     if isinstance(value, torch.Tensor):
-        return fn(value)  # pyright: ignore[reportReturnType]
+        return fn(value)
     children = _children(value)
     if children is None:
         return value
@@ -53,7 +51,7 @@ def fingerprint(value: Any) -> Any:
     kind is watched by identity alone.
     """
     if isinstance(value, torch.Tensor):
-        return id(value), None if value.is_inference() else value._version
+        return id(value), _version(value)
     if isinstance(value, _CONSTANTS):
         return (value,)  # a tuple compares by identity first, so that NaN equals itself
     children = _children(value)
@@ -68,6 +66,17 @@ def nbytes(value: Any) -> int:
         return value.nbytes
     return sum(leaf.nbytes if isinstance(leaf, torch.Tensor) else sys.getsizeof(leaf)
                for leaf in leaves(value))  # fmt: skip
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor has none; asking first costs more than the answer
+        return None
+
+
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:

@@ -105,7 +105,7 @@ def _compare_leaf(old: Any, new: Any) -> tuple[int, int, float]:
     if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
         same = old is new or bool(old == new)
         numbers = isinstance(old, (int, float)) and isinstance(new, (int, float))
-        return int(not same), 1, abs(old - new) if numbers and not same else 0.0
+        return int(not same), 1, float(abs(old - new)) if numbers and not same else 0.0
     total = max(old.numel(), new.numel())
     if old.shape != new.shape or old.dtype != new.dtype:
         return total, total, 0.0

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from longpack.errors import UnsupportedError
 from longpack.recompute_replay import is_recomputing
@@ -81,7 +82,7 @@ def live_tensors() -> int:
 
 
 def assert_no_leak(step: Callable[[], Any], warmup_steps: int = 2, steps: int = 3) -> None:
-    """Run `step` and assert that it leaves as many tensors after each run as after the warm-up.
+    """Run `step` and assert that it leaves no more tensors after a run than after the warm-up.
 
     Records that keep their gradient graph leak through C++, where no garbage collector sees the
     cycle; they show here as one more tensor a step.
@@ -92,7 +93,7 @@ def assert_no_leak(step: Callable[[], Any], warmup_steps: int = 2, steps: int = 
     for at in range(steps):
         step()
         found = live_tensors()
-        assert found == expected, (
+        assert found <= expected, (
             f"{found - expected} tensors more after step {at + 1} than after warm-up ({expected})"
         )
 
@@ -134,8 +135,7 @@ def fake_accelerator() -> torch.device:
     before the first backward of the process, in a process of its own. The device guard of torch
     for Python backends cannot unwind: an exception inside a backward ends the process.
     """
-    setup = torch.utils.backend_registration._setup_privateuseone_for_python_backend
-    setup(rename="fake", backend_module=_FakeModule())
+    _setup_privateuseone_for_python_backend(rename="fake", backend_module=_FakeModule())
     for name in ("empty.memory_format", "empty_strided"):
         _LIBRARY.impl(name, _factory(name), "PrivateUse1")
     # The worker leaves its guards, which call Python, after it has woken the caller of backward.
