@@ -1,5 +1,6 @@
 """decide(): one decision a forward, aligned with what torch counts, whatever it is made of."""
 
+import copy
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
@@ -178,6 +179,60 @@ def test_random_decisions_leave_the_dropout_stream_alone(x, recompute_draws: boo
     assert_equal(found, expected)
     assert len(masks) == 3
     assert torch.equal(masks[1], masks[2])
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_checkpoint_that_keeps_no_random_state_leaves_the_stream_where_it_was(draws, x) -> None:
+    channel: RecomputeReplay[torch.Tensor] = RecomputeReplay("order")
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        order = channel.decide(lambda: torch.randperm(6) if draws else torch.arange(6))
+        return x[order].sin().exp()
+
+    out = checkpoint(
+        block, x, use_reentrant=False, context_fn=compose(channel), preserve_rng_state=False
+    ).sum()
+    torch.rand(3)
+    before = torch.get_rng_state()
+    out.backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("preserve_rng_state", [True, False])
+def test_random_streams_stay_aligned_through_nested_checkpoints(preserve_rng_state, x) -> None:
+    channel: RecomputeReplay[torch.Tensor] = RecomputeReplay("order", on_miss="raise")
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x[channel.decide(lambda: torch.randperm(6))], 0.5).sin().exp()
+
+    def call(body, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(
+            body,
+            x,
+            use_reentrant=False,
+            context_fn=compose(channel),
+            preserve_rng_state=preserve_rng_state,
+        )
+
+    def outer(x: torch.Tensor, call) -> torch.Tensor:
+        x = x[channel.decide(lambda: torch.randperm(6))]
+        return F.dropout(call(inner, x), 0.5).sin()
+
+    torch.manual_seed(5)
+    expected = torch.autograd.grad(outer(x, lambda body, x: body(x)).sum(), x)
+    torch.manual_seed(5)
+    out = call(partial(outer, call=call), x).sum()
+    if preserve_rng_state:  # without, only what follows a decision of the same call is repeated
+        assert_equal(list(torch.autograd.grad(out, x)), list(expected))
+    else:
+        before = torch.get_rng_state()
+        torch.autograd.grad(out, x)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_copied_model_shares_its_channel() -> None:
+    model = Routed(RecomputeReplay("routes"))
+    assert copy.deepcopy(model).channel is model.channel
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,14 @@ import torch
 from longpack.errors import ReplayError, UnsupportedError
 from longpack.recompute_replay.accounting import Ledger, Usage
 from longpack.recompute_replay.codecs import Codec
-from longpack.recompute_replay.contexts import CheckpointContextFn, Nested, Scope, Then, _Binding
+from longpack.recompute_replay.contexts import (
+    CheckpointContextFn,
+    Nested,
+    Recompute,
+    Scope,
+    Then,
+    _Binding,
+)
 from longpack.recompute_replay.miss import AgreeOnMiss, MissPolicy, current_labels, place
 from longpack.recompute_replay.outside import RandomState, is_outside, run_outside, run_uncounted
 from longpack.recompute_replay.phase import is_recomputing
@@ -51,6 +58,10 @@ class RecomputeReplay(Generic[T]):
         self._binding = _Binding()
         self._ledger = Ledger()
         self._verifying: tuple[VerifyReport, Margin | None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecomputeReplay[T]":
+        """Return the channel itself: copies of a model decide on the same channel."""
+        return self
 
     def current(self) -> tuple[RecomputeReplayRecorder[T], str] | None:
         """Return the active `(recorder, mode)`, or `None` outside a scope."""
@@ -166,7 +177,8 @@ class RecomputeReplay(Generic[T]):
     ) -> tuple[AbstractContextManager, AbstractContextManager]:
         recorder, mode = self._log_of_call()
         forward: AbstractContextManager = Scope(self._binding, recorder, mode)
-        recompute: AbstractContextManager = Scope(self._binding, recorder, "replay")
+        again = Recompute if self.preserve_random else Scope
+        recompute: AbstractContextManager = again(self._binding, recorder, "replay")
         if context_fn is not None:
             inner_forward, inner_recompute = context_fn()
             forward = Nested(forward, inner_forward)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from longpack.errors import ReplayError
-from longpack.recompute_replay.outside import run_outside
+from longpack.recompute_replay.outside import RandomState, run_outside
 from longpack.recompute_replay.recorder import RecomputeReplayRecorder
 
 CheckpointContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
@@ -20,30 +20,37 @@ class _Binding(threading.local):
     def __init__(self) -> None:
         self.recorder: RecomputeReplayRecorder | None = None
         self.mode: str | None = None
-        self._outer: list[tuple[RecomputeReplayRecorder | None, str | None, Any]] = []
+        self._outer: list[tuple[RecomputeReplayRecorder | None, str | None, Any, Any]] = []
 
-    def enter(self, recorder: RecomputeReplayRecorder | None, mode: str) -> None:
-        """Bind `recorder` until `leave`; a replay starts at the first record."""
+    def enter(
+        self,
+        recorder: RecomputeReplayRecorder | None,
+        mode: str,
+        random: RandomState | None = None,
+    ) -> None:
+        """Bind `recorder` until `leave`, which restores `random`; a replay starts at record 0."""
         resume = None
         if recorder is not None and mode == "record":
             recorder.open()
         elif recorder is not None:
             resume = recorder._position if self._outer and self._replays(recorder) else None
             recorder.rewind()
-        self._outer.append((self.recorder, self.mode, resume))
+        self._outer.append((self.recorder, self.mode, resume, random))
         self.recorder, self.mode = recorder, mode
 
     def leave(self) -> None:
         """Bind again what was bound before the last `enter`."""
         recorder, mode = self.recorder, self.mode
-        self.recorder, self.mode, resume = self._outer.pop()
+        self.recorder, self.mode, resume, random = self._outer.pop()
         if recorder is not None and mode == "record":
             recorder.close()
         elif recorder is not None and resume is not None:
             recorder._position = resume
+        if random is not None:
+            random.restore()
 
     def _replays(self, recorder: RecomputeReplayRecorder) -> bool:
-        bound = [(self.recorder, self.mode), *((r, m) for r, m, _ in self._outer)]
+        bound = [(self.recorder, self.mode), *((outer[0], outer[1]) for outer in self._outer)]
         return any(r is recorder and m == "replay" for r, m in bound)
 
 
@@ -67,6 +74,20 @@ class Scope:
         trace: TracebackType | None,
     ) -> None:
         self._binding.leave()
+
+
+class Recompute(Scope):
+    """Replays, and leaves the random streams as it found them.
+
+    A replayed decision sets them to where they stood in the forward. The checkpoint puts its
+    caller's streams back, but not with `preserve_rng_state=False`: the numbers of an earlier
+    forward would be drawn again in the next step.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self._binding.enter(self._recorder, self._mode, RandomState.capture())
 
 
 class Then:
