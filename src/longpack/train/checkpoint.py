@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from longpack.errors import RunError
 from longpack.train.config import RunConfig
@@ -114,7 +115,7 @@ def save(folder: Path, progress: Progress, model: Any, optimizer: torch.optim.Op
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=partial)
+    save_shards(_state(model, optimizer), checkpoint_id=partial)
     if first:
         _write(partial / "progress.json", asdict(progress))
         partial.rename(whole)
@@ -132,7 +133,7 @@ def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Progress
     if not found:
         return None
     state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=found[-1])
+    load_shards(state, checkpoint_id=found[-1])
     set_state_dict(
         model,
         optimizer,

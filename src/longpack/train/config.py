@@ -134,7 +134,7 @@ class RunSection(_Section):
             the default. Fixed, it keeps a run the same over any number of ranks.
         seed: of random weights, dropout and the order of documents.
         folder: where `run.json`, `metrics.jsonl`, `summary.json` and `checkpoints/` go.
-        save_every: steps between checkpoints; 0 for none but the last.
+        save_every: steps between checkpoints, the last step having one too; 0 saves none.
         resume: continue what the folder holds; False refuses a folder that holds a run.
         boundary_probe: after the last step, change one document of the next row and record how
             far the other documents' logits move.
@@ -144,7 +144,7 @@ class RunSection(_Section):
     rows_per_step: PositiveInt | None = None
     seed: int = 0
     folder: Path
-    save_every: Annotated[int, Field(ge=0)] = 0
+    save_every: Annotated[int, Field(ge=0)] = 100
     resume: bool = True
     boundary_probe: bool = False
 

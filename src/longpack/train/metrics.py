@@ -23,11 +23,13 @@ class Traffic:
         kv_bytes_max: bytes of K and V that arrive at the busiest rank in the step's forwards,
             all layers. The backward sends as much back; a checkpoint recompute brings it again.
         kv_bytes_mean: the mean over ranks.
+        kv_bytes_gather: what each rank would receive were all K/V gathered.
     """
 
     area_max_over_mean: float
     kv_bytes_max: int
     kv_bytes_mean: float
+    kv_bytes_gather: int
 
     @classmethod
     def of_step(
@@ -47,17 +49,21 @@ class Traffic:
             element_bytes: of one number in K and V.
             layers: attention layers.
         """
-        area = np.zeros((parallel.dp, parallel.cp))
-        received = np.zeros((parallel.dp, parallel.cp))
+        area, received, gathered = np.zeros((3, parallel.dp, parallel.cp))
         heads, head_dim, v_head_dim = kv_shape
+        token_bytes = heads * (head_dim + v_head_dim) * element_bytes * layers
         for number, row in enumerate(rows):
             plan = plan_step(row.documents, parallel.cp, parallel.layout, parallel.kv_exchange)
-            area[number % parallel.dp] += plan.area
-            received[number % parallel.dp] += plan.received_bytes(
-                heads, head_dim, element_bytes, v_head_dim
-            )
-        imbalance = area.max() / area.mean() if area.any() else 1.0
-        return cls(float(imbalance), int(received.max()) * layers, float(received.mean()) * layers)
+            replica = number % parallel.dp
+            area[replica] += plan.area
+            received[replica] += plan.received_tokens
+            gathered[replica] += plan.padded_length - plan.local_length
+        return cls(
+            area_max_over_mean=float(area.max() / area.mean()) if area.any() else 1.0,
+            kv_bytes_max=int(received.max()) * token_bytes,
+            kv_bytes_mean=float(received.mean()) * token_bytes,
+            kv_bytes_gather=int(gathered.max()) * token_bytes,
+        )
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ def shard_parameters(model: Any, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             # Each rank's loss is already its part of the mean over all ranks.
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
 
 
 def _random_weights(config: RunConfig, tokenizer: Tokenizer, dtype: torch.dtype) -> Any:

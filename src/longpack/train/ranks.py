@@ -134,4 +134,5 @@ def _start(world_size: int, device: torch.device) -> None:
     if world_size > 1 or dist.is_torchelastic_launched():
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -165,7 +165,8 @@ class _Run:
             self.progress = Progress(step, after)
             if self.metrics is not None:
                 self.metrics.write(metrics)
-            if step == settings.steps or (settings.save_every and step % settings.save_every == 0):
+            every = settings.save_every
+            if every and (step % every == 0 or step == settings.steps):
                 checkpoint.save(self.folder, self.progress, self.model, self.optimizer)
             yield metrics
 
