@@ -14,6 +14,7 @@ _HOME = {
     "cp_varlen_runtime_config": "blockdiag_cp.state",
     "CpStep": "blockdiag_cp",
     "ShardedBatch": "blockdiag_cp",
+    "carry_step": "blockdiag_cp",
     "cp_blockdiag_sdpa": "blockdiag_cp",
     "current_blockdiag_cp_state": "blockdiag_cp",
     "make_cp_blockdiag_batch_and_ctx": "blockdiag_cp",
@@ -31,6 +32,7 @@ __all__ = [
     "RecomputeReplay",
     "RecomputeReplayRecorder",
     "ShardedBatch",
+    "carry_step",
     "configure_cp_varlen",
     "cp_blockdiag_sdpa",
     "cp_varlen_runtime_config",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from longpack.blockdiag_cp import (
         CpStep,
         ShardedBatch,
+        carry_step,
         cp_blockdiag_sdpa,
         current_blockdiag_cp_state,
         make_cp_blockdiag_batch_and_ctx,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "CpStep": "step",
     "current_blockdiag_cp_state": "step",
+    "carry_step": "carry",
     "cp_blockdiag_sdpa": "attention",
     "ShardLayout": "batch",
     "ShardedBatch": "batch",
@@ -21,6 +22,7 @@ __all__ = [
     "CpStep",
     "ShardLayout",
     "ShardedBatch",
+    "carry_step",
     "cp_blockdiag_sdpa",
     "current_blockdiag_cp_state",
     "make_cp_blockdiag_batch_and_ctx",
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
         make_cp_blockdiag_batch_and_ctx,
         shard_batch,
     )
+    from longpack.blockdiag_cp.carry import carry_step
     from longpack.blockdiag_cp.step import CpStep, current_blockdiag_cp_state
 
 

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 
 from longpack.blockdiag_cp import state
+from longpack.blockdiag_cp.carry import resolve_step
 from longpack.blockdiag_cp.step import CpStep
 from longpack.collectives import exchange_rows
 from longpack.errors import StepError, UnsupportedError, rank_prefix
 from longpack.kernels import KernelCall, attend, choose_kernel
-from longpack.recompute_replay import is_recomputing
 
 
 def cp_blockdiag_sdpa(
@@ -80,24 +80,6 @@ def cp_blockdiag_sdpa(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     out = attend(kernel, query[0].transpose(0, 1), keys, values, step.segments, scale)
     return out.transpose(0, 1)[None]
-
-
-def resolve_step(step: CpStep | None) -> CpStep | None:
-    """Return the given step, else that of the open `with` block, else None.
-
-    Raises:
-        StepError: in a checkpoint recompute with no step given, where the slot cannot be trusted.
-    """
-    if step is not None:
-        return step
-    if not is_recomputing():
-        return state._CP_BLOCKDIAG_STATE.get()
-    raise StepError(
-        "attention runs in a checkpoint recompute without its step: the block took the step from "
-        "a `with` block, which by now is closed or may belong to another microbatch. Pass step= "
-        "to cp_blockdiag_sdpa (cp_step= to a Hugging Face model), which the checkpoint keeps, or "
-        "checkpoint with a context_fn that carries the step"
-    )
 
 
 def _bring(

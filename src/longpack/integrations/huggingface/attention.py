@@ -8,7 +8,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from longpack.blockdiag_cp import CpStep, cp_blockdiag_sdpa
-from longpack.blockdiag_cp.attention import resolve_step
+from longpack.blockdiag_cp.carry import resolve_step
 from longpack.errors import StepError, UnsupportedError, rank_prefix
 
 # Model keywords that transformers hands to every attention call and that ask nothing of it.
