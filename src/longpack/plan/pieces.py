@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 
 from longpack.packing import PackedRow
-from longpack.plan.shards import Ints, Shards
+from longpack.plan.shards import Ints, Shards, order_by_rank, sorted_edges
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Pieces:
     def cut(cls, row: PackedRow, shards: Shards) -> Self:
         """Cut the documents at the edges of the shards."""
         bounds = row.bounds
-        edges = np.unique(np.concatenate([shards.start, bounds.reshape(-1)]))
+        edges = sorted_edges(shards.start, bounds.reshape(-1))
         start, stop = edges, np.append(edges[1:], shards.world_size * shards.local_length)
         doc = np.searchsorted(bounds[:, 0], start, side="right") - 1
         real = doc >= 0
@@ -78,7 +78,7 @@ class Pieces:
         Sorted by rank, then document; `[start, stop)` runs from the document's start to the end
         of the rank's last piece.
         """
-        order = np.lexsort((self.start, self.owner))
+        order = order_by_rank(self.owner, self.world_size)
         rank, doc = self.owner[order], self.doc[order]
         last = np.ones(order.size, dtype=bool)
         last[:-1] = (rank[1:] != rank[:-1]) | (doc[1:] != doc[:-1])

@@ -8,7 +8,7 @@ import numpy as np
 
 from longpack.errors import PlanError
 from longpack.packing import PackedRow
-from longpack.plan.layouts import LAYOUTS
+from longpack.plan.layouts import find_layout
 from longpack.plan.pieces import Pieces
 from longpack.plan.shards import Shards
 from longpack.plan.transfers import (
@@ -170,7 +170,7 @@ def plan_step(
     Args:
         row: the documents.
         world_size: ranks on the cp axis, at least 1.
-        layout: one of `LAYOUTS`.
+        layout: one of `LAYOUTS`, or `balanced:1.1` for another tolerance than 1.05.
         kv_exchange: `allgather`, `halo` or `a2a`; `halo` becomes `a2a` for every rank where a
             rank needs rows beyond its left neighbour, and the plan says so.
 
@@ -179,8 +179,6 @@ def plan_step(
     """
     if world_size < 1:
         raise PlanError(f"world_size={world_size} ranks; there must be at least 1")
-    if layout not in LAYOUTS:
-        raise PlanError(f"layout={layout!r} is unknown; it is one of {', '.join(LAYOUTS)}")
-    shards = LAYOUTS[layout](row, world_size)
-    exchange, reason = choose_exchange(kv_exchange, shards, Pieces.cut(row, shards))
+    shards = find_layout(layout)(row, world_size)
+    exchange, reason = choose_exchange(kv_exchange, row, shards)
     return Plan(row, layout, shards, exchange, reason)

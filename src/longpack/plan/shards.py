@@ -46,11 +46,10 @@ class Shards:
             world_size: ranks P.
             tokens: rows of the packed row before padding for this partition.
         """
-        table = np.array(
-            runs if isinstance(runs, np.ndarray) else list(runs), dtype=np.int64
-        ).reshape(-1, 3)
-        table = table[np.argsort(table[:, 0], kind="stable")]
+        rows = runs if isinstance(runs, np.ndarray) else list(runs)
+        table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
         table = table[table[:, 0] < table[:, 1]]
+        table = table[np.argsort(table[:, 0], kind="stable")]
         held = np.bincount(
             table[:, 2], weights=table[:, 1] - table[:, 0], minlength=world_size
         ).astype(np.int64)
@@ -64,7 +63,7 @@ class Shards:
     @cached_property
     def by_rank(self) -> tuple[Ints, Ints]:
         """Run numbers sorted by rank then row, and the offset of each rank's first, `[P+1]`."""
-        order = np.argsort(self.owner, kind="stable")
+        order = order_by_rank(self.owner, self.world_size)
         return order, np.searchsorted(self.owner[order], np.arange(self.world_size + 1))
 
     @cached_property
@@ -94,6 +93,23 @@ class Shards:
         return order[first[rank] : first[rank + 1]]
 
 
+def order_by_rank(owner: Ints, world_size: int) -> Ints:
+    """Return the order that sorts by rank and keeps the order within one.
+
+    numpy sorts 16-bit integers by radix: for millions of runs, ten times faster than int64.
+    """
+    small = owner.astype(np.uint16) if world_size <= 1 << 16 else owner
+    return np.argsort(small, kind="stable")
+
+
+def sorted_edges(*edges: Ints) -> Ints:
+    """Return the distinct values of arrays that are each sorted, in one merge."""
+    merged = np.sort(np.concatenate(edges), kind="stable")
+    keep = np.ones(merged.size, dtype=bool)
+    keep[1:] = merged[1:] != merged[:-1]
+    return merged[keep]
+
+
 def expand(start: Ints, stop: Ints) -> Ints:
     """Return all rows of the runs `[start, stop)`, in order."""
     sizes = stop - start
@@ -118,17 +134,9 @@ def _gaps(table: Ints, length: int) -> Ints:
 
 def _deal(free: Ints, short: Ints) -> Ints:
     """Give the free stretches to ranks that are short of rows, cutting where a rank is full."""
-    edges = np.unique(
-        np.concatenate(
-            [
-                [0],
-                np.cumsum(free[:, 1] - free[:, 0]),
-                np.cumsum(short),
-            ]
-        )
-    )
-    begin, end = edges[:-1], edges[1:]
     before = np.concatenate([[0], np.cumsum(free[:, 1] - free[:, 0])])
+    edges = sorted_edges(before, np.cumsum(short))
+    begin, end = edges[:-1], edges[1:]
     stretch = np.searchsorted(before, begin, side="right") - 1
     start = free[stretch, 0] + begin - before[stretch] if begin.size else begin
     owner = np.searchsorted(np.cumsum(short), begin, side="right")

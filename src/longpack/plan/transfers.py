@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longpack.errors import PlanError
+from longpack.packing import PackedRow
 from longpack.plan.pieces import Pieces
 from longpack.plan.shards import Ints, Shards, expand
 
@@ -35,7 +36,7 @@ class RankTransfers:
     key_rows: Ints
 
 
-def choose_exchange(asked: str, shards: Shards, pieces: Pieces) -> tuple[str, str]:
+def choose_exchange(asked: str, row: PackedRow, shards: Shards) -> tuple[str, str]:
     """Return the exchange that runs and the reason, the same on every rank.
 
     `halo` runs where every rank needs rows of its left neighbour alone, which holds when shards
@@ -52,7 +53,7 @@ def choose_exchange(asked: str, shards: Shards, pieces: Pieces) -> tuple[str, st
     )
     if not contiguous:
         return "a2a", "halo needs contiguous shards; all-to-all moves the same rows"
-    rank, doc, start, _ = pieces.needs
+    rank, doc, start, _ = Pieces.cut(row, shards).needs
     straddle = rank * n - start
     if (straddle > n).any():
         at = int(np.argmax(straddle))

@@ -1,8 +1,11 @@
 """Layouts: one file each, a pure function from documents and ranks to shards."""
 
 from collections.abc import Callable
+from functools import partial
 
+from longpack.errors import PlanError
 from longpack.packing import PackedRow
+from longpack.plan.layouts.balanced import balanced
 from longpack.plan.layouts.contiguous import contiguous
 from longpack.plan.layouts.head_tail import head_tail
 from longpack.plan.layouts.zigzag import zigzag
@@ -14,6 +17,31 @@ LAYOUTS: dict[str, Layout] = {
     "contiguous": contiguous,
     "head_tail": head_tail,
     "zigzag": zigzag,
+    "balanced": balanced,
 }
 
-__all__ = ["LAYOUTS", "Layout"]
+
+def find_layout(name: str) -> Layout:
+    """Return the layout of a name; `balanced:1.1` is `balanced` with tolerance 1.1.
+
+    Raises:
+        PlanError: an unknown name, or a tolerance that is not a number or not for this layout.
+    """
+    base, colon, tolerance = name.partition(":")
+    if base not in LAYOUTS:
+        raise PlanError(
+            f"layout={name!r} is unknown; it is one of {', '.join(LAYOUTS)}, or balanced:1.1 for "
+            "another tolerance"
+        )
+    if not colon:
+        return LAYOUTS[base]
+    try:
+        wanted = float(tolerance)
+    except ValueError:
+        wanted = None
+    if base != "balanced" or wanted is None:
+        raise PlanError(f"layout={name!r}: only balanced takes a tolerance, as in balanced:1.1")
+    return partial(balanced, tolerance=wanted)
+
+
+__all__ = ["LAYOUTS", "Layout", "find_layout"]

@@ -22,8 +22,9 @@ def zigzag(row: PackedRow, world_size: int) -> Shards:
         order = np.argsort(held, kind="stable")
         takers = np.concatenate([order, 2 * world_size - 1 - order])[:surplus]
         sizes[takers] += 1
-        np.add.at(held, owners, sizes)
-        edges = start + np.concatenate([[0], np.cumsum(sizes)])
-        runs.append(np.stack([edges[:-1], edges[1:], owners], axis=1))
+        held += sizes[:world_size] + sizes[: world_size - 1 : -1]
+        stops = start + np.cumsum(sizes)
+        some = sizes > 0  # a document shorter than 2P has fewer pieces
+        runs.append(np.stack([stops - sizes, stops, owners], axis=1)[some])
     table = np.concatenate(runs) if runs else np.empty((0, 3), dtype=np.int64)
     return Shards.from_runs(table, world_size, row.length)
