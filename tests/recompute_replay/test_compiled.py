@@ -73,6 +73,26 @@ def test_a_compiled_block_inside_a_checkpoint_decides_once(backend: str) -> None
     assert len(RUNS) == 1
 
 
+def test_the_memory_of_a_result_may_be_reused() -> None:
+    """A compiler writes into buffers that it needs no more, and no version counter tells."""
+    first = compiled_decision(ROUTES, arange, name="first_ids")
+    given: list[list[int]] = []
+
+    def reuse(x: torch.Tensor) -> torch.Tensor:
+        ids = first(x)
+        given.append(ids.tolist())
+        ids.fill_(7)
+        return x.sin().exp()
+
+    x = torch.ones(4, requires_grad=True)
+    checkpoint(reuse, x, use_reentrant=False, context_fn=compose(ROUTES)).sum().backward()
+    assert given == [[0, 1, 2, 3]] * 2
+
+
+def arange(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[0])
+
+
 def test_a_checkpoint_inside_a_compiled_region_saves_the_decision() -> None:
     wanted = expected()
     RUNS.clear()

@@ -113,7 +113,7 @@ def test_a_scope_inside_itself_does_not_move_the_outer_replay() -> None:
     with scope:
         assert recorder.take() == 1
         with scope:
-            assert recorder.take() == 1
+            assert [recorder.take(), recorder.take()] == [1, 2]
         assert recorder.take() == 2
 
 
