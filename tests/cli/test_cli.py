@@ -116,7 +116,7 @@ def test_the_demos_documents_are_real_and_short(name, tmp_path):
     assert count == len(files) >= 50
     assert size == sum(f.stat().st_size for f in files)
     assert max(f.stat().st_size for f in files) <= longest
-    assert (tmp_path / "documents" / "this.py.txt").exists()
+    assert (tmp_path / "documents" / "antigravity.py.txt").exists()
 
 
 def test_the_demo_end_to_end(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,8 @@
-"""kill -9 of a torchrun run, and the same command again: nothing lost, nothing twice."""
+"""kill -9 of a run on two ranks, and the same command again: nothing lost, nothing twice."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,16 +31,21 @@ folder = "{folder}"
 
 
 def start(run_file):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "longpack", "train", str(run_file), "--json"]
-    return subprocess.Popen(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    """Start two ranks as torchrun does, but as children of ours that can be killed one by one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "longpack", "train", str(run_file), "--json"],
+            env={**os.environ, **world, "MASTER_PORT": port, "RANK": rank, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
 
 
 def write_run_file(folder, name):
@@ -51,10 +57,10 @@ def write_run_file(folder, name):
     return path
 
 
-def finish(process):
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    return said
+def finish(ranks):
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    return said[0]
 
 
 def test_kill_and_resume_is_bitwise_the_uninterrupted_run(tmp_path):
@@ -62,22 +68,23 @@ def test_kill_and_resume_is_bitwise_the_uninterrupted_run(tmp_path):
     whole, killed = (write_run_file(tmp_path, name) for name in ("whole", "killed"))
     finish(start(whole))
     metrics = tmp_path / "killed" / "metrics.jsonl"
-    process = start(killed)
+    ranks = start(killed)
     deadline = time.monotonic() + 100
-    while len(read_metrics(metrics)) < 10 and process.poll() is None:
+    while len(read_metrics(metrics)) < 10 and ranks[0].poll() is None:
         assert time.monotonic() < deadline, "no ten steps"
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    before = len(read_metrics(metrics))
-    assert 10 <= before < 60
-    assert '"resumed_from": 0' not in finish(start(killed))
+    for rank in ranks:
+        rank.send_signal(signal.SIGKILL)
+    assert [rank.wait() for rank in ranks] == [-signal.SIGKILL] * 2
+    assert 10 <= len(read_metrics(metrics)) < 60
+    said = finish(start(killed))
+    assert '"resumed_from": 0' not in said
+    assert '"steps": 60' in said
     ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("killed", "whole"))
     assert [r["step"] for r in ours] == list(range(1, 61))
     assert sum(r["tokens"] for r in ours) == 60 * 96
     assert [r["loss"] for r in ours] == [r["loss"] for r in theirs]
     assert [r["grad_norm"] for r in ours] == [r["grad_norm"] for r in theirs]
-    ends = [
-        tmp_path / name / "checkpoints/step-00000060/progress.json" for name in ("killed", "whole")
-    ]
-    assert ends[0].read_text() == ends[1].read_text()
+    last = "checkpoints/step-00000060/progress.json"
+    ends = [(tmp_path / name / last).read_text() for name in ("killed", "whole")]
+    assert ends[0] == ends[1]
