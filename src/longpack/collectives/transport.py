@@ -13,6 +13,9 @@ from longpack.errors import CollectiveError, rank_prefix
 
 T = TypeVar("T")
 
+# torch 2.13 renamed it and warns at the old name, which torch 2.10 has alone.
+_all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @runtime_checkable
 class Transport(Protocol):
@@ -64,9 +67,7 @@ class ProcessGroupTransport:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         source = x.contiguous()
-        self._run(
-            "all_gather", x, lambda: dist.all_gather_into_tensor(out, source, group=self._group)
-        )
+        self._run("all_gather", x, lambda: _all_gather_rows(out, source, group=self._group))
         return out
 
     def all_to_all(
