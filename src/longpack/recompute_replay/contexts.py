@@ -87,7 +87,9 @@ class Recompute(Scope):
     __slots__ = ()
 
     def __enter__(self) -> None:
-        self._binding.enter(self._recorder, self._mode, RandomState.capture())
+        recorder = self._recorder
+        used = recorder is not None and not recorder.is_empty
+        self._binding.enter(recorder, self._mode, RandomState.capture() if used else None)
 
 
 class Then:

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
-_LABELS: ContextVar[Mapping[str, Any] | None] = ContextVar("longpack_replay_labels", default=None)
+_NO_LABELS: Mapping[str, Any] = MappingProxyType({})
+_LABELS: ContextVar[Mapping[str, Any]] = ContextVar("longpack_replay_labels", default=_NO_LABELS)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def replay_labels(**labels: Any) -> Iterator[None]:
 
 def current_labels() -> Mapping[str, Any]:
     """Return the labels that hold here."""
-    return _LABELS.get() or {}
+    return _LABELS.get()
 
 
 def place(channel: str, site: str, labels: Mapping[str, Any]) -> str:

@@ -59,6 +59,11 @@ class RecomputeReplayRecorder(Generic[T]):
         return tuple(note.site for note in self._notes)
 
     @property
+    def is_empty(self) -> bool:
+        """True when neither this call nor a call inside it has recorded anything to replay."""
+        return not self._records and not self._children
+
+    @property
     def is_partial(self) -> bool:
         """True while the forward that writes this log still runs."""
         return self._forwards_open > 0
@@ -112,7 +117,7 @@ class RecomputeReplayRecorder(Generic[T]):
 
     def rewind(self) -> None:
         """Restart replay from the first record."""
-        self._position = (0, 0)
+        self._positions.pop(get_ident(), None)
 
     def take(self) -> T | None:
         """Return the next recorded decision, or `None` when replay outruns the log.

@@ -1,0 +1,19 @@
+"""The replay bench measures what it says."""
+
+import json
+
+from longpack.bench.replay import record_bytes, run_replay_bench
+
+
+def test_the_bench_returns_plain_data() -> None:
+    result = run_replay_bench(rounds=2)
+    assert json.loads(json.dumps(result)) == result
+    for name in ("call", "decision", "decision_preserve_random_false"):
+        assert set(result[name]) == {"extra_us", "share_of_empty_block"}
+    assert result["empty_checkpointed_block_us"] > 0
+
+
+def test_codecs_keep_an_eighth() -> None:
+    for kept in record_bytes().values():
+        assert kept["codec"] < kept["plain"] / 4 + 200
+    assert record_bytes()["top 8 of 64 experts, 8,192 tokens"]["plain"] == 8192 * 8 * 8
