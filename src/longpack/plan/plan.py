@@ -8,6 +8,7 @@ import numpy as np
 
 from longpack.errors import PlanError
 from longpack.packing import PackedRow
+from longpack.plan.cost import CostModel, choose_layout
 from longpack.plan.layouts import find_layout
 from longpack.plan.pieces import Pieces
 from longpack.plan.shards import Shards
@@ -33,6 +34,7 @@ class Plan:
         layout: name of the layout that made `shards`.
         shards: who holds which rows; the padded row has `world_size * local_length` rows.
         kv_exchange: the exchange that runs, with `exchange_reason` saying why.
+        layout_reason: why this layout.
     """
 
     row: PackedRow
@@ -40,6 +42,7 @@ class Plan:
     shards: Shards
     kv_exchange: str
     exchange_reason: str
+    layout_reason: str = "as asked"
 
     @property
     def world_size(self) -> int:
@@ -153,15 +156,19 @@ class Plan:
     def __str__(self) -> str:
         mean = sum(self.received_tokens) / self.world_size
         return (
-            f"{self.row} over {self.world_size} ranks, {self.layout}: {self.local_length} rows "
-            f"each, area max/mean {self.imbalance:.3f}, {self.kv_exchange} "
-            f"({self.exchange_reason}) brings {mean:.0f} rows to a rank on average and "
+            f"{self.row} over {self.world_size} ranks, {self.layout} ({self.layout_reason}): "
+            f"{self.local_length} rows each, area max/mean {self.imbalance:.3f}, "
+            f"{self.kv_exchange} ({self.exchange_reason}) brings {mean:.0f} rows to a rank on average and "
             f"{max(self.received_tokens)} to the busiest; digest {self.digest}"
         )
 
 
 def plan_step(
-    row: PackedRow, world_size: int, layout: str = "contiguous", kv_exchange: str = "allgather"
+    row: PackedRow,
+    world_size: int,
+    layout: str = "contiguous",
+    kv_exchange: str = "allgather",
+    cost_model: CostModel | None = None,
 ) -> Plan:
     """Plan one step: who holds which rows, attends what, and receives what.
 
@@ -170,15 +177,20 @@ def plan_step(
     Args:
         row: the documents.
         world_size: ranks on the cp axis, at least 1.
-        layout: one of `LAYOUTS`, or `balanced:1.1` for another tolerance than 1.05.
+        layout: one of `LAYOUTS`, `balanced:1.1` for another tolerance than 1.05, or `auto` for
+            the one with the shortest predicted step.
         kv_exchange: `allgather`, `halo` or `a2a`; `halo` becomes `a2a` for every rank where a
             rank needs rows beyond its left neighbour, and the plan says so.
+        cost_model: what `auto` predicts with, the same on every rank; `CostModel()` by default.
 
     Raises:
         PlanError: an unknown layout or exchange, or a world size below 1.
     """
     if world_size < 1:
         raise PlanError(f"world_size={world_size} ranks; there must be at least 1")
+    why = "as asked"
+    if layout == "auto":
+        layout, why = choose_layout(row, world_size, kv_exchange, cost_model or CostModel())
     shards = find_layout(layout)(row, world_size)
     exchange, reason = choose_exchange(kv_exchange, row, shards)
-    return Plan(row, layout, shards, exchange, reason)
+    return Plan(row, layout, shards, exchange, reason, why)

@@ -30,8 +30,8 @@ def find_layout(name: str) -> Layout:
     base, colon, tolerance = name.partition(":")
     if base not in LAYOUTS:
         raise PlanError(
-            f"layout={name!r} is unknown; it is one of {', '.join(LAYOUTS)}, or balanced:1.1 for "
-            "another tolerance"
+            f"layout={name!r} is unknown; it is one of {', '.join(LAYOUTS)}, balanced:1.1 for "
+            "another tolerance, or auto"
         )
     if not colon:
         return LAYOUTS[base]
