@@ -1,0 +1,34 @@
+"""Put something around the forward of chosen submodules, and take it off again."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+Forward = Callable[..., Any]
+
+
+class Wrapped:
+    """The submodules whose forward is wrapped; `sites` are their names in the model."""
+
+    def __init__(self, model: nn.Module, sites: Iterable[str]) -> None:
+        self._model, self.sites = model, tuple(sites)
+
+    def remove(self) -> None:
+        """Give the submodules their own forward back."""
+        for site in self.sites:
+            self._model.get_submodule(site).__dict__.pop("forward", None)
+
+
+def wrap_forwards(
+    model: nn.Module, sites: Iterable[str], wrap: Callable[[str, Forward], Forward]
+) -> Wrapped:
+    """Replace the forward of the submodules at `sites` by `wrap(site, forward)`.
+
+    Hooks, parameters and the state dict stay as they are.
+    """
+    wrapped = Wrapped(model, sites)
+    for site in wrapped.sites:
+        module = model.get_submodule(site)
+        module.forward = wrap(site, module.forward)
+    return wrapped
