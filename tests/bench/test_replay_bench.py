@@ -11,6 +11,11 @@ def test_the_bench_returns_plain_data() -> None:
     for name in ("call", "decision", "decision_preserve_random_false"):
         assert set(result[name]) == {"extra_us", "share_of_empty_block"}
     assert result["empty_checkpointed_block_us"] > 0
+    assert set(result["expert_dispatch_on_2_gloo_ranks"]) == {
+        "replayed",
+        "decided_twice",
+        "saved_ms",
+    }
 
 
 def test_codecs_keep_an_eighth() -> None:

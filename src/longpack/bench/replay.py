@@ -6,10 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from longpack.bench.timing import machine, time_in_turn
+from longpack.collectives import as_transport
+from longpack.integrations.expert_dispatch import DispatchLayout, ExpertDispatch
 from longpack.recompute_replay import BitCodec, Codec, IdCodec, RecomputeReplay, compose
+from longpack.testing import World
 
 _CALLS = 100  # checkpointed calls a timing
 _DECISIONS = 20  # decisions a call, where a decision is timed
@@ -39,7 +43,23 @@ def run_replay_bench(rounds: int = 30) -> dict[str, Any]:
         "decision": _extra(times, "decisions", "thunks", _DECISIONS),
         "decision_preserve_random_false": _extra(times, "draw_free", "thunks", _DECISIONS),
         "record_bytes": record_bytes(),
+        "expert_dispatch_on_2_gloo_ranks": dispatch_times(rounds),
     }
+
+
+def dispatch_times(rounds: int) -> dict[str, float]:
+    """Return milliseconds of a checkpointed dispatch and combine on 2 gloo ranks, by median.
+
+    2,048 tokens of 64 numbers a rank, top-2 of 16 experts. "decided_twice" makes the layout again
+    in the recompute, with its exchange of counts and its wait for them.
+    """
+    world = World.start(2)
+    try:
+        times = world.run(_time_dispatch, rounds, timeout_s=300)[0]
+    finally:
+        world.kill()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return medians | {"saved_ms": medians["decided_twice"] - medians["replayed"]}
 
 
 def record_bytes() -> dict[str, dict[str, int]]:
@@ -51,6 +71,32 @@ def record_bytes() -> dict[str, dict[str, int]]:
         "top 8 of 384 experts, 8,192 tokens": _with_and_without(ids, IdCodec(384)),
         "block mask [1, 4, 4096, 64]": _with_and_without(mask, BitCodec()),
     }
+
+
+def _time_dispatch(rank: int, world_size: int, rounds: int) -> dict[str, list[float]]:
+    channel: RecomputeReplay[DispatchLayout] = RecomputeReplay("dispatch", preserve_random=False)
+    dispatch = ExpertDispatch(channel, as_transport(dist.group.WORLD), num_experts=16)
+    source = torch.Generator().manual_seed(rank)
+    x = torch.randn(2048, 64, generator=source).requires_grad_()
+    ids = torch.rand(2048, 16, generator=source).topk(2).indices
+    weights = torch.rand(2048, 2, generator=source)
+
+    def block(x: torch.Tensor, replays: bool) -> torch.Tensor:
+        if replays:
+            layout = dispatch.layout(ids)
+        else:
+            with channel.scope(None, "replay"):
+                layout = dispatch.layout(ids)
+        return dispatch.combine(dispatch.dispatch(x, layout).sin(), weights, layout)
+
+    def step(replays: bool) -> None:
+        out = checkpoint(
+            block, x, replays, use_reentrant=False, context_fn=compose(channel), early_stop=False
+        )
+        out.sum().backward()
+
+    contenders = {"replayed": lambda: step(True), "decided_twice": lambda: step(False)}
+    return time_in_turn(contenders, rounds, warmup=3)
 
 
 def _contenders() -> Mapping[str, Callable[[], None]]:
