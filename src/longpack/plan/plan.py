@@ -158,8 +158,8 @@ class Plan:
         return (
             f"{self.row} over {self.world_size} ranks, {self.layout} ({self.layout_reason}): "
             f"{self.local_length} rows each, area max/mean {self.imbalance:.3f}, "
-            f"{self.kv_exchange} ({self.exchange_reason}) brings {mean:.0f} rows to a rank on average and "
-            f"{max(self.received_tokens)} to the busiest; digest {self.digest}"
+            f"{self.kv_exchange} ({self.exchange_reason}) brings {mean:.0f} rows to a rank on "
+            f"average and {max(self.received_tokens)} to the busiest; digest {self.digest}"
         )
 
 
