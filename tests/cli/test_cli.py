@@ -55,7 +55,7 @@ def test_train_prints_a_summary(run_file, capsys):
     said = capsys.readouterr()
     assert "in 2 steps" in said.out
     assert "boundaries held" in said.out
-    assert "12 documents, LlamaForCausalLM" in said.err
+    assert "12 documents, 96 tokens a row; LlamaForCausalLM" in said.err
 
 
 def test_train_json_is_the_summary_alone(run_file, capsys):

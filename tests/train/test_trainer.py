@@ -7,7 +7,7 @@ import torch
 from tests.train.runs import LLAMA, make_config, write_documents
 
 from longpack.errors import LongpackError, RunError, StepError
-from longpack.train import checkpoint, train, trainer
+from longpack.train import checkpoint, prepare, train, trainer
 from longpack.train.metrics import read_metrics
 from longpack.train.trainer import load_summary
 
@@ -127,14 +127,14 @@ def test_resuming_is_bitwise_the_uninterrupted_run(model, tmp_path):
 def finished_model(config):
     """The model of a finished run, as its last checkpoint has it."""
     kept = {}
-    finish = trainer._Run.finish
+    finish = trainer._Trainer.finish
 
-    def keep(run, **arguments):
+    def keep(run):
         kept["model"] = run.model
-        return finish(run, **arguments)
+        return finish(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer._Run, "finish", keep)
+        patch.setattr(trainer._Trainer, "finish", keep)
         train(config)
     return kept["model"]
 
@@ -295,8 +295,8 @@ def test_the_boundary_probe_holds_and_would_see_a_leak(tmp_path, run_ranks, monk
         model.register_forward_pre_hook(merge_documents, with_kwargs=True)
         return model
 
-    build_model = trainer.build_model
-    monkeypatch.setattr(trainer, "build_model", leaky)
+    build_model = prepare.build_model
+    monkeypatch.setattr(prepare, "build_model", leaky)
     probe = train(make_config(tmp_path / "leak", **probed)).probe
     assert not probe.held
     assert probe.moved_outside > 0.001

@@ -62,10 +62,9 @@ class Bar:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._progress.add_task("starting", total=steps)
+        self._task = self._progress.add_task("", total=steps)
 
     def __enter__(self) -> "Bar":
-        self._progress.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -73,10 +72,11 @@ class Bar:
 
     def begin(self, about: str, step: int) -> None:
         """Say what trains, and from which step it goes on."""
-        self._progress.console.print(about, highlight=False)
+        self._progress.console.print(about, highlight=False, soft_wrap=True)
         if step:
             self._progress.console.print(f"going on after step {step}", highlight=False)
         self._progress.update(self._task, completed=step)
+        self._progress.start()
 
     def step(self, metrics: "StepMetrics") -> None:
         """Show one step."""

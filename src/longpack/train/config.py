@@ -203,8 +203,10 @@ def parse_config(text: dict[str, Any], folder: Path, source: str = "run") -> Run
         faults = "\n".join(f"  {_fault(found)}" for found in error.errors())
         count = error.error_count()
         raise RunError(f"{source}: {count} fault{'s' * (count > 1)}\n{faults}") from None
-    data = config.data.model_copy(update={"paths": [folder / p for p in config.data.paths]})
-    run = config.run.model_copy(update={"folder": folder / config.run.folder})
+    data = config.data.model_copy(
+        update={"paths": [(folder / p).resolve() for p in config.data.paths]}
+    )
+    run = config.run.model_copy(update={"folder": (folder / config.run.folder).resolve()})
     return config.model_copy(update={"data": data, "run": run})
 
 

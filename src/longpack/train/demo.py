@@ -51,7 +51,7 @@ class Demo:
 
 DEMOS = {
     "tiny": Demo(
-        about="a small Llama on packed Python sources",
+        about="a small Llama on packed real documents",
         model={
             "config": {
                 "model_type": "llama",
@@ -69,7 +69,7 @@ DEMOS = {
         steps=40,
     ),
     "smollm2": Demo(
-        about="SmolLM2-135M, real weights, on packed Python sources",
+        about="SmolLM2-135M, real weights, on packed real documents",
         model={"name": "smollm2", "gradient_checkpointing": True},
         tokenizer="smollm2",
         row_length=384,
@@ -145,7 +145,7 @@ def run_demo(
     out = out.resolve()
     _claim(out)
     count, size = collect_documents(out / "documents", chosen.longest_file)
-    tell(f"{count} real documents, {size / 1e6:.1f} MB, none longer than {chosen.longest_file} B")
+    tell(f"{count} real documents, {size / 1e3:,.0f} kB, none over {chosen.longest_file:,} B")
     for cp in (1, 2):
         tell(f"{cp} rank{'s' * (cp > 1)}:")
         _write_run_file(out / f"cp{cp}.toml", chosen, cp, steps or chosen.steps)

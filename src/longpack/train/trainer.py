@@ -17,20 +17,13 @@ from longpack.errors import RunError, StepError
 from longpack.train import checkpoint
 from longpack.train.checkpoint import Progress
 from longpack.train.config import RunConfig
-from longpack.train.documents import Corpus, read_corpus
 from longpack.train.gradients import clip_gradients, sum_gradients
 from longpack.train.metrics import MetricsFile, StepMetrics, Traffic, read_metrics
-from longpack.train.model import (
-    attention_calls,
-    build_model,
-    kv_shape,
-    longest_document,
-    shard_parameters,
-)
+from longpack.train.model import attention_calls, kv_shape, shard_parameters
+from longpack.train.prepare import Prepared, prepare
 from longpack.train.probe import BoundaryProbe, probe_boundaries
 from longpack.train.ranks import Ranks, agree, join_ranks
-from longpack.train.rows import Cursor, Row, RowPacker
-from longpack.train.tokenizer import Tokenizer, load_tokenizer
+from longpack.train.rows import Cursor, Row
 
 PROBE_SEARCH = 64  # rows looked at for one with two documents
 
@@ -81,96 +74,59 @@ def train(
             or folder that is not usable, or ranks that disagree.
     """
     with join_ranks(config.parallel) as ranks:
-        run = agree(lambda: _Run.prepare(config, ranks), lambda run: run.identity_text)
-        progress = run.begin()
-        on_begin(run.about(), progress.step)
-        for metrics in run.steps(progress):
+        prepared = agree(lambda: prepare(config), lambda prepared: prepared.agreement)
+        trainer = _Trainer(prepared, ranks)
+        on_begin(prepared.about(), trainer.resumed_from)
+        for metrics in trainer.steps():
             on_step(metrics)
-        return run.finish(resumed_from=progress.step)
+        return trainer.finish()
 
 
-class _Run:
-    """Everything of one run on one rank."""
+class _Trainer:
+    """A run on one rank, from its last checkpoint on.
 
-    def __init__(
-        self,
-        config: RunConfig,
-        ranks: Ranks,
-        corpus: Corpus,
-        tokenizer: Tokenizer,
-        model: Any,
-    ) -> None:
-        data = config.data
-        document_length = data.document_length or longest_document(model, data.row_length)
-        self.config, self.ranks = config, ranks
-        self.corpus, self.tokenizer, self.model = corpus, tokenizer, model
-        self.packer = RowPacker(
-            corpus, tokenizer, data.row_length, document_length, config.run.seed
-        )
-        self.identity = checkpoint.fingerprint(config, corpus.fingerprint, document_length)
+    Args:
+        prepared: the run; its model is placed, sharded and trained.
+        ranks: the mesh.
+    """
+
+    def __init__(self, prepared: Prepared, ranks: Ranks) -> None:
+        config, model = prepared.config, prepared.model
+        self.prepared, self.ranks, self.config, self.model = prepared, ranks, config, model
         self.kv_shape, self.layers = kv_shape(model), attention_calls(model)
-        self.folder = config.run.folder
-
-    @classmethod
-    def prepare(cls, config: RunConfig, ranks: Ranks) -> "_Run":
-        """Read and build everything that can fail, without a collective or a written byte."""
-        corpus = read_corpus(config.data)
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        run = cls(config, ranks, corpus, tokenizer, build_model(config, tokenizer))
-        checkpoint.check_folder(run.folder, run.identity, config.run.resume)
-        return run
-
-    @property
-    def identity_text(self) -> str:
-        """The fingerprint and the mesh in one line: what ranks must agree on."""
-        return json.dumps([self.identity, self.config.parallel.model_dump()], sort_keys=True)
-
-    def about(self) -> str:
-        """Describe the run in one line."""
-        p, size = self.config.parallel, sum(x.numel() for x in self.model.parameters())
-        skipped = f" ({len(self.corpus.skipped)} skipped)" if self.corpus.skipped else ""
-        return (
-            f"{len(self.corpus)} documents{skipped}, {type(self.model).__name__} of "
-            f"{size / 1e6:.1f} M parameters, cp {p.cp} x dp {p.dp} on {self.ranks.device.type}, "
-            f"{p.layout}, {p.kv_exchange}, {p.attn_backend}{', FSDP2' if p.fsdp else ''}"
-        )
-
-    def begin(self) -> Progress:
-        """Place the model, claim the folder and load the last checkpoint."""
-        optimizer, parallel = self.config.optimizer, self.config.parallel
-        self.model.to(self.ranks.device)
-        if parallel.fsdp:
-            shard_parameters(self.model, self.ranks.flat_mesh)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.packer, self.folder = prepared.packer(), config.run.folder
+        model.to(ranks.device)
+        if config.parallel.fsdp:
+            shard_parameters(model, ranks.flat_mesh)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            weight_decay=config.optimizer.weight_decay,
         )
-        loaded = checkpoint.load(self.folder, self.model, self.optimizer)
+        loaded = checkpoint.load(self.folder, model, self.optimizer)
         self.progress = loaded or Progress(0, Cursor())
+        self.resumed_from = self.progress.step
         self.metrics: MetricsFile | None = None
-        if self.ranks.rank == 0:
-            checkpoint.begin(self.folder, self.identity)
-            self.metrics = MetricsFile(self.folder / "metrics.jsonl", self.progress.step)
-        return self.progress
+        if ranks.rank == 0:
+            checkpoint.begin(self.folder, prepared.fingerprint)
+            self.metrics = MetricsFile(self.folder / "metrics.jsonl", self.resumed_from)
 
-    def steps(self, progress: Progress) -> Iterator[StepMetrics]:
+    def steps(self) -> Iterator[StepMetrics]:
         """Run the steps that are left, saving as the run file says."""
-        settings = self.config.run
-        for step in range(progress.step + 1, settings.steps + 1):
+        last, every = self.config.run.steps, self.config.run.save_every
+        for step in range(self.resumed_from + 1, last + 1):
             rows, after = self.packer.rows(self.progress.cursor, self.config.rows_per_step)
             metrics = self._step(step, rows)
             self.progress = Progress(step, after)
             if self.metrics is not None:
                 self.metrics.write(metrics)
-            every = settings.save_every
-            if every and (step % every == 0 or step == settings.steps):
+            if every and (step % every == 0 or step == last):
                 checkpoint.save(self.folder, self.progress, self.model, self.optimizer)
             yield metrics
 
-    def finish(self, resumed_from: int) -> RunSummary:
+    def finish(self) -> RunSummary:
         """Probe where asked, and write the summary."""
         probe = self._probe() if self.config.run.boundary_probe else None
         if self.metrics is not None:
@@ -181,12 +137,12 @@ class _Run:
         summary = RunSummary(
             folder=str(self.folder),
             steps=self.progress.step,
-            resumed_from=resumed_from,
+            resumed_from=self.resumed_from,
             first_loss=records[0]["loss"],
             last_loss=records[-1]["loss"],
             tokens_per_s=statistics.median(r["tokens_per_s"] for r in records),
             ranks={"cp": parallel.cp, "dp": parallel.dp, "device": self.ranks.device.type},
-            skipped=self.corpus.skipped,
+            skipped=self.prepared.corpus.skipped,
             probe=probe,
         )
         if self.ranks.rank == 0:
@@ -197,22 +153,13 @@ class _Run:
     def _step(self, step: int, rows: list[Row]) -> StepMetrics:
         """Make one optimizer step of all rows, this replica running its own."""
         began = time.perf_counter()
-        settings, parallel = self.config.optimizer, self.config.parallel
+        parallel = self.config.parallel
         _seed(self.config.run.seed, step, self.ranks.rank)
         num_targets = max(sum(row.num_targets for row in rows), 1)
         mine = rows[self.ranks.replica :: parallel.dp]
-        parts = [self._forward_backward(row, num_targets) for row in mine]
-        if not parallel.fsdp:
-            sum_gradients(self.parameters)
-        grad_norm = clip_gradients(self.parameters, settings.grad_clip)
-        lr = settings.lr * min(1.0, step / max(settings.warmup, 1))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        loss = torch.stack(parts).sum()
+        loss = torch.stack([self._forward_backward(row, num_targets) for row in mine]).sum()
         dist.all_reduce(loss)
-        _check_finite(step, loss.item(), grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        lr, grad_norm = self._optimize(step, loss.item())
         tokens = sum(len(row.tokens) for row in rows)
         dtype = getattr(torch, self.config.model.dtype)
         return StepMetrics(
@@ -227,6 +174,20 @@ class _Run:
             epoch=self.progress.cursor.epoch,
             traffic=Traffic.of_step(rows, parallel, self.kv_shape, dtype.itemsize, self.layers),
         )
+
+    def _optimize(self, step: int, loss: float) -> tuple[float, float]:
+        """Step the optimizer with the gradients of all ranks; return `(lr, grad_norm)`."""
+        settings = self.config.optimizer
+        if not self.config.parallel.fsdp:  # FSDP has summed them in backward
+            sum_gradients(self.parameters)
+        grad_norm = clip_gradients(self.parameters, settings.grad_clip)
+        _check_finite(step, loss, grad_norm)
+        lr = settings.lr * min(1.0, step / max(settings.warmup, 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return lr, grad_norm
 
     def _forward_backward(self, row: Row, num_targets: int) -> torch.Tensor:
         """Run one row and return this rank's part of the loss: local sum / `num_targets`."""
@@ -256,7 +217,7 @@ class _Run:
             batch,
             self.ranks.cp_mesh,
             layout=parallel.layout,
-            padding_token_id=self.tokenizer.eos_id,
+            padding_token_id=self.prepared.tokenizer.eos_id,
             kv_exchange=parallel.kv_exchange,
             attn_backend=parallel.attn_backend,
         )
@@ -267,7 +228,9 @@ class _Run:
         for _ in range(PROBE_SEARCH):
             row, cursor = self.packer.row(cursor)
             if len(row.documents) > 1:
-                return probe_boundaries(self.model, row, self._shard, self.tokenizer.vocab_size)
+                return probe_boundaries(
+                    self.model, row, self._shard, self.prepared.tokenizer.vocab_size
+                )
         raise RunError(
             f"run.boundary_probe needs a row with two documents, and the next {PROBE_SEARCH} hold "
             "one each: raise data.row_length or lower data.document_length"
