@@ -2,12 +2,13 @@
 
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from longpack.errors import ReplayError, UnsupportedError
+from longpack.errors import LongpackWarning, ReplayError, UnsupportedError
 from longpack.recompute_replay import (
     AgreeOnMiss,
     BitCodec,
@@ -93,6 +94,23 @@ def test_ranks_that_agree_all_decide_again_when_one_has_no_record(peer_misses, e
     assert votes == [False, False]
     assert replayed(channel, ["a"], ["a", "b"], collective=True)[1] == 101
     assert votes[2:] == [False, True]
+
+
+@pytest.mark.parametrize("collective", [True, False])
+def test_early_stop_of_a_block_with_a_collective_decision_warns(collective: bool) -> None:
+    channel: RecomputeReplay[int] = RecomputeReplay("dispatch")
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return (x * channel.decide(lambda: 2, collective=collective)).sin().exp()
+
+    def step(**options) -> None:
+        x = torch.ones(2, requires_grad=True)
+        context_fn = compose(channel)
+        checkpoint(block, x, use_reentrant=False, context_fn=context_fn, **options).sum().backward()
+
+    step(early_stop=False)
+    with pytest.warns(LongpackWarning, match="early_stop=False") if collective else nullcontext():
+        step()
 
 
 def test_labels_nest_and_end() -> None:

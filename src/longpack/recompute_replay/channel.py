@@ -18,7 +18,15 @@ from longpack.recompute_replay.contexts import (
     Then,
     _Binding,
 )
-from longpack.recompute_replay.miss import AgreeOnMiss, MissPolicy, current_labels, place
+from longpack.recompute_replay.miss import (
+    AgreeOnMiss,
+    MissPolicy,
+    current_labels,
+    out_of_order,
+    place,
+    too_few,
+    unbound,
+)
 from longpack.recompute_replay.outside import RandomState, is_outside, run_outside, run_uncounted
 from longpack.recompute_replay.phase import is_recomputing
 from longpack.recompute_replay.recorder import RecomputeReplayRecorder, T
@@ -145,7 +153,7 @@ class RecomputeReplay(Generic[T]):
         value = run_outside(fn)
         random = RandomState.capture() if self.preserve_random else None
         copied = map_tensors(_copy, inputs) if self._verifying is not None else None
-        return recorder.append(value, site, codec or self.codec, random, copied)
+        return recorder.append(value, site, codec or self.codec, random, copied, collective)
 
     @contextmanager
     def verify(self, margin: Margin | None = None) -> Iterator[VerifyReport]:
@@ -177,8 +185,7 @@ class RecomputeReplay(Generic[T]):
     ) -> tuple[AbstractContextManager, AbstractContextManager]:
         recorder, mode = self._log_of_call()
         forward: AbstractContextManager = Scope(self._binding, recorder, mode)
-        again = Recompute if self.preserve_random else Scope
-        recompute: AbstractContextManager = again(self._binding, recorder, "replay")
+        recompute: AbstractContextManager = Recompute(self._binding, recorder, self.preserve_random)
         if context_fn is not None:
             inner_forward, inner_recompute = context_fn()
             forward = Nested(forward, inner_forward)
@@ -216,7 +223,7 @@ class RecomputeReplay(Generic[T]):
     ) -> T:
         at, child = recorder._position
         missing = at >= len(recorder._records)
-        if isinstance(self.on_miss, AgreeOnMiss) and self.on_miss.any_rank(missing):
+        if isinstance(self.on_miss, AgreeOnMiss) and self._any_rank_misses(self.on_miss, missing):
             recorder._cursor = at + (not missing)
             recorder.replay_misses += missing
             return detached(run_outside(fn))
@@ -225,13 +232,17 @@ class RecomputeReplay(Generic[T]):
             return detached(run_outside(fn))
         value, note = recorder.read(at)
         if note is not None and note.site != site:
-            raise ReplayError(self._out_of_order(recorder, at, site, note.site))
+            where = place(self.name, site, recorder.labels)
+            raise ReplayError(out_of_order(where, at, site, recorder.sites))
         recorder._position = (at + 1, child)
         if self._verifying is not None and note is not None:
             self._examine(recorder, at, value, note.inputs, fn, site, inputs)
         if note is not None and note.random is not None:
             note.random.restore()
         return value
+
+    def _any_rank_misses(self, agree: AgreeOnMiss, missing: bool) -> bool:
+        return run_outside(lambda: agree.any_rank(missing))  # the forward had no vote to count
 
     def _count_miss(
         self, recorder: RecomputeReplayRecorder[T], site: str, collective: bool
@@ -244,7 +255,8 @@ class RecomputeReplay(Generic[T]):
         recorder.replay_misses += 1
         policy = self.on_miss or ("raise" if collective else "recompute")
         if policy == "raise" and not recorder.is_partial:
-            raise ReplayError(self._too_few(recorder, site))
+            where = place(self.name, site, recorder.labels)
+            raise ReplayError(too_few(where, recorder._cursor, recorder.sites))
 
     def _examine(
         self,
@@ -268,40 +280,11 @@ class RecomputeReplay(Generic[T]):
 
     def _refuse_unbound(self, site: str) -> None:
         if self._binding.mode is None and is_recomputing() and not is_outside():
-            raise ReplayError(
-                f"{place(self.name, site, current_labels())}: a decision was asked for in the "
-                "recompute of a checkpoint that this channel is not bound to, so what its forward "
-                "decided is lost; pass use_reentrant=False and context_fn=channel."
-                "checkpoint_context_fn(None) to checkpoint, or run under channel.scope(None, "
-                '"replay") to decide again'
-            )
-
-    def _too_few(self, recorder: RecomputeReplayRecorder[T], site: str) -> str:
-        return (
-            f"{place(self.name, site, recorder.labels)}: the recompute asked for decision "
-            f"{recorder._cursor} and the forward recorded {len(recorder)}"
-            f"{_order(recorder)}; the block decides more often in its recompute than in its "
-            'forward; make both alike, or set on_miss="recompute" if no rank can be left alone '
-            "in a collective"
-        )
-
-    def _out_of_order(
-        self, recorder: RecomputeReplayRecorder[T], at: int, asked: str, recorded: str
-    ) -> str:
-        return (
-            f"{place(self.name, asked, recorder.labels)}: decision {at} of the recompute is site "
-            f"{asked!r} and in the forward it was site {recorded!r}{_order(recorder)}; the block "
-            "decides in another order in its recompute; make both orders alike"
-        )
+            raise ReplayError(unbound(place(self.name, site, current_labels())))
 
 
 # A compiled block leaves its graph here: Dynamo would write the choice into the graph.
 _decide_eagerly: Callable[..., Any] = torch.compiler.disable(RecomputeReplay.decide)
-
-
-def _order(recorder: RecomputeReplayRecorder) -> str:
-    named = [site or "unnamed" for site in recorder.sites]
-    return f" (in order: {', '.join(named)})" if named else ""
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,16 @@
 again, inside themselves and on any thread; nothing here may be a generator-based context."""
 
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
 
-from longpack.errors import ReplayError
+from torch.utils.checkpoint import _StopRecomputationError
+
+from longpack.errors import LongpackWarning, ReplayError
+from longpack.recompute_replay.miss import early_stopped, place
 from longpack.recompute_replay.outside import RandomState, run_outside
 from longpack.recompute_replay.recorder import RecomputeReplayRecorder
 
@@ -84,12 +88,30 @@ class Recompute(Scope):
     forward would be drawn again in the next step.
     """
 
-    __slots__ = ()
+    __slots__ = ("_preserve_random",)
+
+    def __init__(
+        self, binding: _Binding, recorder: RecomputeReplayRecorder, preserve_random: bool
+    ) -> None:
+        super().__init__(binding, recorder, "replay")
+        self._preserve_random = preserve_random
 
     def __enter__(self) -> None:
         recorder = self._recorder
-        used = recorder is not None and not recorder.is_empty
-        self._binding.enter(recorder, self._mode, RandomState.capture() if used else None)
+        sets_random = self._preserve_random and recorder is not None and not recorder.is_empty
+        self._binding.enter(recorder, self._mode, RandomState.capture() if sets_random else None)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._binding.leave()
+        recorder = self._recorder
+        if kind is _StopRecomputationError and recorder is not None and recorder.has_collective:
+            where = place(recorder.name, "", recorder.labels)
+            warnings.warn(early_stopped(where), LongpackWarning, stacklevel=2)
 
 
 class Then:

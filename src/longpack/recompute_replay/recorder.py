@@ -46,6 +46,7 @@ class RecomputeReplayRecorder(Generic[T]):
         self._ledger: Ledger | None = None
         self.name = ""
         self.labels: Mapping[str, Any] = {}
+        self.has_collective = False
         self.replay_misses = 0
 
     @property
@@ -98,8 +99,10 @@ class RecomputeReplayRecorder(Generic[T]):
         codec: Codec | None = None,
         random: RandomState | None = None,
         inputs: Any = None,
+        collective: bool = False,
     ) -> T:
         """Append one decision with what is known about it; return it detached."""
+        self.has_collective |= collective
         entry = detached(entry)
         stored = entry if codec is None else codec.encode(entry)
         self._records.append(stored)
