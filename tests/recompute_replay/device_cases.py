@@ -5,13 +5,25 @@ The engine counts devices at its first backward, so the accelerator must be ther
 
 import threading
 from contextvars import ContextVar
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from longpack.recompute_replay import CarryContextVars, RecomputeReplay, compose, is_recomputing
+from longpack.recompute_replay import (
+    CarryContextVars,
+    RecomputeReplay,
+    compose,
+    is_recomputing,
+    once_per_forward,
+    run_uncounted,
+)
 from longpack.testing.recompute import (
     assert_no_leak,
     fake_accelerator,
@@ -136,3 +148,49 @@ def test_records_on_the_device_are_freed_on_its_thread() -> None:
 
     assert_no_leak(step)
     assert channel.usage().live_bytes == 0
+
+
+def test_permuted_layout_metric_and_second_backward() -> None:
+    channel: RecomputeReplay[list[int]] = RecomputeReplay("layout", on_miss="raise")
+    counted, recorded = [], [0, 2, 4, 1, 3, 5]
+    count = once_per_forward(counted.append)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        count(x.numel())
+        order = channel.decide(lambda: recorded[::-1] if is_recomputing() else recorded)
+        return x[order].cumsum(0).sin()
+
+    x = leaf()
+    out = checkpoint(block, x, use_reentrant=False, context_fn=compose(channel)).sum()
+    plain = host(x).requires_grad_()
+    plain[recorded].cumsum(0).sin().sum().backward()
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(out, x, retain_graph=True)
+        assert torch.equal(host(grad), plain.grad)
+    assert counted == [6]
+
+
+def test_selective_checkpointing_with_lazily_built_state_and_a_decision() -> None:
+    channel: RecomputeReplay[torch.Tensor] = RecomputeReplay("order", on_miss="raise")
+    weight = torch.linspace(0, 1, 36, dtype=torch.float64).view(6, 6)
+    tables: list[torch.Tensor] = []
+
+    def save_matmuls(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+        matmul = op is torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        on = weight.to(x.device)
+        if not tables:
+            tables.append(run_uncounted(lambda: on @ on))
+        order = channel.decide(lambda: host(x[None] @ on).argsort(-1)[0])
+        return ((x * 2)[None] @ on).sin()[:, order.to(x.device)] @ on @ tables[0].to(x.device)
+
+    x = leaf()
+    context_fn = compose(channel, partial(create_selective_checkpoint_contexts, save_matmuls))
+    out = checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    plain = host(x).requires_grad_()
+    tables.clear()
+    (expected,) = torch.autograd.grad(block(plain).sum(), plain)
+    assert torch.equal(host(grad), expected)

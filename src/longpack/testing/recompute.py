@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -126,6 +127,7 @@ class FakeDeviceTensor(torch.Tensor):
         return f"fake({self.host!r})"
 
 
+@cache
 def fake_accelerator() -> torch.device:
     """Register an accelerator named "fake" in this process and return its device.
 
@@ -138,6 +140,7 @@ def fake_accelerator() -> torch.device:
     _setup_privateuseone_for_python_backend(rename="fake", backend_module=_FakeModule())
     for name in ("empty.memory_format", "empty_strided"):
         _LIBRARY.impl(name, _factory(name), "PrivateUse1")
+    _LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
     # The worker leaves its guards, which call Python, after it has woken the caller of backward.
     atexit.register(time.sleep, 0.1)
     return torch.device("fake", 0)
@@ -184,6 +187,13 @@ def _factory(name: str) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
     return lambda *args, **kwargs: _on_host(op, args, kwargs)
+
+
+def _copy_from(
+    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    _host(target).copy_(_host(source))
+    return target
 
 
 def _on_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
