@@ -15,10 +15,13 @@ class Usage:
 
 
 class Ledger:
-    """The running count of one channel. Records are freed on any thread, so it locks."""
+    """The running count of one channel. Records are freed on any thread, so it locks.
+
+    The lock is reentrant: a garbage collection inside it may free another record.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._total = _Count()
         self._sites: dict[str, _Count] = {}
 

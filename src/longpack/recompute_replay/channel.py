@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Generic
 
 import torch
+from torch._compile import _disable_dynamo
 
 from longpack.errors import ReplayError, UnsupportedError
 from longpack.recompute_replay.accounting import Ledger, Usage
@@ -283,8 +284,9 @@ class RecomputeReplay(Generic[T]):
             raise ReplayError(unbound(place(self.name, site, current_labels())))
 
 
-# A compiled block leaves its graph here: Dynamo would write the choice into the graph.
-_decide_eagerly: Callable[..., Any] = torch.compiler.disable(RecomputeReplay.decide)
+# A compiled block leaves its graph here: Dynamo would write the choice into the graph. Unlike
+# `torch.compiler.disable` this loads the compiler at the first call, not at import (0.9 s).
+_decide_eagerly: Callable[..., Any] = _disable_dynamo(RecomputeReplay.decide)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,13 @@ def compose(*parts: Part) -> CheckpointContextFn:
         parts: channels, carried state (`Carry`), and other factories of (forward, recompute)
             contexts, such as `partial(create_selective_checkpoint_contexts, policy)`.
     """
-    return partial(_open, tuple(_context_fn(part) for part in parts))
+    context_fns = tuple(_context_fn(part) for part in parts)
+    return context_fns[0] if len(context_fns) == 1 else partial(_open, context_fns)
 
 
 def _open(
     context_fns: tuple[CheckpointContextFn, ...],
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    if len(context_fns) == 1:
-        return context_fns[0]()
     pairs = [context_fn() for context_fn in context_fns]
     return Nested(*(pair[0] for pair in pairs)), Nested(*(pair[1] for pair in pairs))
 

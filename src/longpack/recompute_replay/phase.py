@@ -17,6 +17,7 @@ def is_recomputing() -> bool:
     runs inside a backward: a checkpointed region there is being recomputed, with
     `use_reentrant` True or False alike. Grad mode is no such sign: a reentrant forward runs with
     it off and its recompute with it on. Tensor hooks and custom backwards also answer True.
+    Inside `torch.compile` the question breaks the graph.
     """
     return torch._C._current_graph_task_id() != -1
 

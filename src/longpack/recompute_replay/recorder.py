@@ -116,7 +116,8 @@ class RecomputeReplayRecorder(Generic[T]):
     def close(self) -> None:
         """Note that the forward has ended, and count the bytes that it recorded."""
         self._forwards_open -= 1
-        self._count_bytes()
+        if self._notes:
+            self._count_bytes()
 
     def rewind(self) -> None:
         """Restart replay from the first record."""
@@ -150,7 +151,7 @@ class RecomputeReplayRecorder(Generic[T]):
         self._count_bytes()
 
     def _count_bytes(self) -> None:
-        if self._ledger is None or not self._notes:
+        if self._ledger is None:
             return
         held = [
             (note.site, nbytes(stored) + (0 if note.random is None else note.random.nbytes))
