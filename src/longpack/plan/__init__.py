@@ -1,7 +1,7 @@
 """Plans: pure functions of integers. Who holds which rows, attends what, receives what."""
 
 from longpack.plan.cost import CostModel, LayerShape, Machine, StepCost
-from longpack.plan.layouts import LAYOUTS
+from longpack.plan.layouts import LAYOUTS, find_layout
 from longpack.plan.pieces import Pieces
 from longpack.plan.plan import Plan, plan_step
 from longpack.plan.shards import Shards
@@ -21,5 +21,6 @@ __all__ = [
     "StepCost",
     "Traffic",
     "count_traffic",
+    "find_layout",
     "plan_step",
 ]

@@ -17,12 +17,12 @@ from pydantic import (
 
 from longpack.blockdiag_cp.state import normalize_attn_backend, normalize_kv_exchange
 from longpack.errors import RunError
-from longpack.plan import LAYOUTS
+from longpack.plan import find_layout
 
 
 def _layout(value: Any) -> str:
-    if value not in LAYOUTS:
-        raise ValueError(f"it is one of {', '.join(LAYOUTS)}")
+    if value != "auto":
+        find_layout(str(value))
     return value
 
 
@@ -90,7 +90,7 @@ class ParallelSection(_Section):
     Args:
         cp: ranks that share each row.
         dp: groups of cp ranks, each with rows of its own; cp * dp is the number of ranks.
-        layout: who holds which tokens of a row.
+        layout: who holds which tokens of a row, as in `longpack.plan_step`.
         kv_exchange, attn_backend: as in `longpack.configure_cp_varlen`.
         fsdp: keep parameters, gradients and optimizer state sharded over all ranks (FSDP2).
         device: `auto` is a GPU per rank where there are enough, else the CPU.
