@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError
 import longpack
 from longpack.cli.bench import bench
 from longpack.cli.demo import demo
+from longpack.cli.plan import plan
 from longpack.cli.train import train
 from longpack.errors import LongpackError, rank_prefix
 
@@ -20,6 +21,7 @@ app = App(
 )
 app.command(bench)
 app.command(demo)
+app.command(plan)
 app.command(train)
 
 
@@ -57,6 +59,7 @@ _EXTRAS = {
     "matplotlib": "plot",
     "pyarrow": "hf",
     "pydantic": "hf",
+    "scipy": "exact",
     "tokenizers": "hf",
     "transformers": "hf",
 }

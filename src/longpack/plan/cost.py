@@ -160,6 +160,41 @@ class CostModel:
             shape.num_layers * attention, shape.num_layers * exchange, shape.num_layers * linear
         )
 
+    def predict_head_exchange(self, row: PackedRow, world_size: int) -> StepCost | None:
+        """Predict a step that exchanges heads instead of rows; None where heads do not divide.
+
+        Ranks hold equal consecutive rows; before attention each brings together all rows of a
+        P-th of the heads, and after it the rows of its own: query, key, value there, output
+        back, and the same in backward (all-to-all as in DeepSpeed-Ulysses, arXiv:2309.14509).
+        """
+        shape, machine = self.shape, self.machine
+        if shape.num_heads % world_size or shape.num_kv_heads % world_size:
+            return None
+        passes = 2 + shape.recompute
+        attention = row.area / world_size * shape.pair_flops / machine.attention_flops_per_s
+        attention += len(row) * machine.segment_s * passes
+        local_length = -(-row.length // world_size)
+        heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
+        rank_bytes = local_length * heads * shape.head_dim * shape.element_bytes / world_size
+        near = min(machine.ranks_per_node, world_size) - 1
+        wire = rank_bytes * max(
+            near / machine.near_bytes_per_s, (world_size - 1 - near) / machine.far_bytes_per_s
+        )
+        exchange = shape.exchanges * (wire + 2 * machine.message_s * (world_size > 1))
+        linear = local_length * shape.token_flops / machine.linear_flops_per_s
+        layers = shape.num_layers
+        return StepCost(
+            np.full(world_size, layers * attention),
+            np.full(world_size, layers * exchange),
+            layers * linear,
+        )
+
+    def head_exchange_bytes(self, local_length: int, world_size: int) -> float:
+        """Return the bytes that one rank receives in one forward pass of one layer."""
+        heads = 2 * self.shape.num_heads + 2 * self.shape.num_kv_heads
+        row_bytes = heads * self.shape.head_dim * self.shape.element_bytes
+        return local_length * row_bytes * (world_size - 1) / world_size
+
 
 def choose_layout(
     row: PackedRow, world_size: int, kv_exchange: str, model: CostModel
