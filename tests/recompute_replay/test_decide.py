@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 
 from longpack.errors import ReplayError
 from longpack.recompute_replay import (
+    AgreeOnMiss,
     RecomputeReplay,
     RecomputeReplayRecorder,
     compose,
@@ -397,3 +398,18 @@ def test_checkpoint_wrapper(x) -> None:
     for _ in range(2):
         found = torch.autograd.grad(wrapped(x).pow(2).sum(), [x, *wrapped.parameters()])
         assert_equal(list(found), expected)
+
+
+def test_a_vote_on_misses_is_not_counted_by_selective_checkpointing(x) -> None:
+    weight = torch.linspace(0, 1, 64, dtype=torch.float64).view(8, 8).requires_grad_()
+
+    def any_rank(missing: bool) -> bool:
+        return bool((x.detach() @ weight.detach()).sum().isnan())  # a matmul like the block's
+
+    channel: RecomputeReplay[int] = RecomputeReplay("scale", on_miss=AgreeOnMiss(any_rank))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() @ weight * channel.decide(lambda: 2)).sin() @ weight
+
+    expected = gradients(block, x, [weight])
+    assert_equal(gradients(block, x, [weight], compose(channel, SELECTIVE)), expected)

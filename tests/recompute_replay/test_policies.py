@@ -2,6 +2,7 @@
 
 import math
 import re
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -20,6 +21,8 @@ from longpack.recompute_replay import (
     replay_labels,
     score_margin,
 )
+from longpack.recompute_replay.accounting import Ledger
+from longpack.recompute_replay.verify import compare
 
 
 def replayed(channel: RecomputeReplay, sites: list[str], ask: list[str], **options) -> list[int]:
@@ -193,8 +196,6 @@ def test_verify_leaves_gradients_and_ends_with_its_block() -> None:
     ],
 )
 def test_comparison_counts_elements(recorded, fresh, expected) -> None:
-    from longpack.recompute_replay.verify import compare
-
     assert compare(recorded, fresh) == expected
 
 
@@ -270,3 +271,19 @@ def test_random_states_count_as_bytes() -> None:
     with forward:
         channel.decide(lambda: torch.zeros(8), site="a")
     assert channel.usage().sites["a"].live_bytes == 32 + torch.get_rng_state().numel()
+
+
+def test_a_record_freed_while_bytes_are_counted_does_not_deadlock() -> None:
+    ledger = Ledger()
+
+    def held_while_another_is_freed():
+        yield "a", 5
+        ledger.replace([], [("a", 3)])  # as a garbage collection would, inside the lock
+
+    thread = threading.Thread(
+        target=ledger.replace, args=([], held_while_another_is_freed()), daemon=True
+    )
+    thread.start()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert ledger.usage().live_bytes == 8
