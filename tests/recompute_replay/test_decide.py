@@ -413,3 +413,49 @@ def test_a_vote_on_misses_is_not_counted_by_selective_checkpointing(x) -> None:
 
     expected = gradients(block, x, [weight])
     assert_equal(gradients(block, x, [weight], compose(channel, SELECTIVE)), expected)
+
+
+class Accelerator:
+    """The random functions of a device module; of one device with no number, or of several."""
+
+    def __init__(self, numbered: bool) -> None:
+        self.state, self.numbered = torch.tensor([1]), numbered
+
+    def is_initialized(self) -> bool:
+        assert self.numbered  # torch.mps has no such function
+        return True
+
+    def current_device(self) -> int:
+        assert self.numbered
+        return 3
+
+    def get_rng_state(self, *device: int) -> torch.Tensor:
+        assert device == ((3,) if self.numbered else ())
+        return self.state
+
+    def set_rng_state(self, state: torch.Tensor, *device: int) -> None:
+        assert device == ((3,) if self.numbered else ())
+        self.state = state
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_the_random_stream_of_the_device_is_kept(kind: str, monkeypatch) -> None:
+    module = Accelerator(numbered=kind != "mps")
+    device = torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    channel: RecomputeReplay[int] = RecomputeReplay("any")
+
+    def draw() -> int:
+        module.state = module.state + 1
+        return 5
+
+    forward, recompute = channel.checkpoint_context_fn(None)()
+    with forward:
+        channel.decide(draw)
+    assert module.state.item() == 2
+    module.state = torch.tensor([1])  # as the checkpoint sets it
+    with recompute:
+        channel.decide(draw)
+        assert module.state.item() == 2
+    assert module.state.item() == 1

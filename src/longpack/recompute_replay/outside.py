@@ -62,7 +62,7 @@ class RandomState:
     """The random streams of the CPU and of the current accelerator device, at one moment."""
 
     cpu: torch.Tensor
-    device: tuple[Any, int, torch.Tensor] | None
+    device: tuple[Any, tuple[int, ...], torch.Tensor] | None
 
     @classmethod
     def capture(cls) -> "RandomState":
@@ -74,19 +74,21 @@ class RandomState:
         torch.default_generator.set_state(self.cpu)
         if self.device is not None:
             module, index, state = self.device
-            module.set_rng_state(state, index)
+            module.set_rng_state(state, *index)
 
     @property
     def nbytes(self) -> int:
         return self.cpu.nbytes + (0 if self.device is None else self.device[2].nbytes)
 
 
-def _device_state() -> tuple[Any, int, torch.Tensor] | None:
+def _device_state() -> tuple[Any, tuple[int, ...], torch.Tensor] | None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
     module = torch.get_device_module(accelerator)
-    if not module.is_initialized() or not hasattr(module, "get_rng_state"):
+    if accelerator.type == "mps":  # one device, which its functions do not name
+        return module, (), module.get_rng_state()
+    if not module.is_initialized():
         return None
-    index = module.current_device()
-    return module, index, module.get_rng_state(index)
+    index = (module.current_device(),)
+    return module, index, module.get_rng_state(*index)
