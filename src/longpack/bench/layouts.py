@@ -13,7 +13,7 @@ from longpack.bench.lengths import draw_lengths, source
 from longpack.bench.timing import machine, matmul
 from longpack.packing import PackedRow
 from longpack.plan import LAYOUTS, Pieces, Shards
-from longpack.plan.layouts import Layout
+from longpack.plan.layouts import Layout, balanced
 
 MATMUL = 1024
 
@@ -59,6 +59,11 @@ CASES = (
     Case("sqlite3_doc", 128 * K, 128 * K, 8),
     Case("python_stdlib", 128 * K, 128 * K, 8),
 )
+PLAN_TIME = (
+    Case("magi_default", 128 * K, 32 * K, 8),
+    Case("magi_default", 1024 * K, 1024 * K, 64),
+    Case("magi_default", 16 * 1024 * K, 4 * 1024 * K, 1024),
+)
 BASELINES: dict[str, Layout] = {"ptrr_128": ptrr, "min_heap_512": min_heap}
 
 
@@ -74,7 +79,8 @@ def run_layout_bench(
     Args:
         cases: what to lay out.
         packs: rows of each case, drawn with seeds 0, 1, ...
-        layouts: by name; all of longpack and the baselines by default.
+        layouts: by name; all of longpack and the baselines by default, and then also the plan
+            time of `balanced` up to 16M tokens on 1,024 ranks.
     """
     chosen = {**LAYOUTS, **BASELINES} if layouts is None else layouts
     yardstick = matmul(MATMUL)
@@ -86,11 +92,16 @@ def run_layout_bench(
         }
         documents = statistics.mean(map(len, rows))
         results.append({**asdict(case), "documents_mean": documents, "layouts": measured})
+    plan_time = []
+    for case in PLAN_TIME if layouts is None else ():
+        told = _measure(balanced, [case.row(seed) for seed in range(3)], case, yardstick)
+        plan_time.append(asdict(case) | {k: v for k, v in told.items() if k.startswith("plan_")})
     return {
         "machine": machine(),
         "packs": packs,
         "matmul": f"{MATMUL}^3 fp32",
         "cases": results,
+        "plan_time": plan_time,
         "sources": {case.corpus: source(case.corpus) for case in cases},
     }
 

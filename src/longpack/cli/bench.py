@@ -7,7 +7,12 @@ from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
+from longpack.cli.bench_layouts import calibrate, layouts, straggler
+
 bench = App(name="bench", help="Measure on this machine, against what people do today.")
+bench.command(layouts)
+bench.command(calibrate)
+bench.command(straggler)
 
 
 @bench.command
