@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
+    "ContiguousRows": "contiguous",
     "CpStep": "step",
     "current_blockdiag_cp_state": "step",
     "carry_step": "carry",
@@ -19,6 +20,7 @@ _HOME = {
 }
 
 __all__ = [
+    "ContiguousRows",
     "CpStep",
     "ShardLayout",
     "ShardedBatch",
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
         shard_batch,
     )
     from longpack.blockdiag_cp.carry import carry_step
+    from longpack.blockdiag_cp.contiguous import ContiguousRows
     from longpack.blockdiag_cp.step import CpStep, current_blockdiag_cp_state
 
 
