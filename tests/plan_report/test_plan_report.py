@@ -8,13 +8,15 @@ import pytest
 from longpack import PackedRow, plan_step
 from longpack.cli import main
 from longpack.errors import RunError
+from longpack.packing.window import pack_in_order
 from longpack.plan import CostModel, LayerShape, Machine
 from longpack.plan_report import (
     corpus_lengths,
     cost_model,
     file_lengths,
-    load_rows,
+    load_documents,
     pack_rows,
+    packing_effect,
     report,
     run_file_lengths,
 )
@@ -116,16 +118,18 @@ def test_corpora_are_tokenized_and_run_files_read(tmp_path):
         """
     )
     assert run_file_lengths(tmp_path / "run.toml") == ([5, 6], 64, 3)
-    rows, ranks = load_rows(str(tmp_path / "run.toml"), rows=2)
-    assert (len(rows), rows[0].length, ranks) == (2, 64, 3)
+    documents = load_documents(str(tmp_path / "run.toml"))
+    assert [row.length for row in documents.rows(None, 2)] == [64, 64]
+    assert documents.ranks == 3
 
 
 def test_sources(tmp_path):
-    assert load_rows("4,3,2")[0] == [PackedRow.from_lengths([4, 3, 2])]
-    [row] = load_rows("sqlite3_doc", 4096, rows=1)[0]
-    assert row.length == 4096
+    (tmp_path / "lengths.txt").write_text("30 20")
+    assert load_documents("4,3,2").rows(None, 9) == [PackedRow.from_lengths([4, 3, 2])]
+    assert [r.length for r in load_documents("sqlite3_doc").rows(4096, 1)] == [4096]
+    assert load_documents(str(tmp_path / "lengths.txt")).lengths == [30, 20]
     with pytest.raises(RunError, match="neither lengths"):
-        load_rows("nothing")
+        load_documents("nothing")
 
 
 def test_rates_come_from_a_calibration(tmp_path):
@@ -139,6 +143,26 @@ def test_rates_come_from_a_calibration(tmp_path):
     (tmp_path / "rates.json").write_text("{}")
     with pytest.raises(RunError, match="holds no rates"):
         cost_model(LayerShape(), tmp_path / "rates.json", 300, 40, 4)
+
+
+def test_packing_in_windows_is_told_by_its_steps():
+    """Two replicas, rows of 1000: in order one row is all long and one all short."""
+    lengths = [1000, *[100] * 10, *[500] * 4] * 4
+    model = CostModel()
+    effect = packing_effect(lengths, 1000, 2, 2, 4, model, "contiguous")
+    in_order = [
+        max(step_ms(row.documents, model) for row in step)
+        for step in pack_in_order(lengths, 1000, 2)
+    ]
+    assert effect.in_order_ms == pytest.approx(np.mean(in_order))
+    assert effect.window_ms < effect.in_order_ms
+    assert effect.cut_in_order == effect.cut_in_window == 0
+    assert f"{effect.in_order_ms:.4g} ms" in str(effect)
+
+
+def step_ms(row, model):
+    plan = plan_step(row, 2, "contiguous", "a2a")
+    return 1e3 * model.predict(plan.shards, plan.pieces, plan.kv_exchange).step_s
 
 
 def test_the_picture_is_saved(tmp_path):

@@ -1,6 +1,7 @@
 """`longpack plan`: what layouts would do to your documents."""
 
 import json as json_format
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ def plan(
     tolerance: float = 1.05,
     plot: Path | None = None,
     exact: bool = False,
+    dp: int = 1,
+    window: int = 8,
     json: bool = False,
 ) -> int:
     """Compare layouts on your documents: balance, bytes, predicted times. Needs no GPU.
@@ -79,37 +82,46 @@ def plan(
         Save a picture: the row by rank, and balance against traffic.
     exact
         Also solve the first row exactly, on a grid if it is long (needs scipy).
+    dp
+        Replicas with rows of their own: above 1, compare packing in order with packing in windows.
+    window
+        Steps whose documents are packed together.
     json
         Print everything as JSON.
     """
     from longpack.plan import LayerShape
-    from longpack.plan_report import cost_model, load_rows, report
+    from longpack.plan_report import cost_model, load_documents, packing_effect, report
 
-    packed, run_ranks = load_rows(
-        source, row_tokens, rows, seed, longest_tokens, tokenizer, text_field
-    )
+    documents = load_documents(source, tokenizer, text_field, seed)
+    packed = documents.rows(row_tokens, rows, seed, longest_tokens)
     shape = LayerShape(
         layers, heads, kv_heads, head_dim, linear_parameters, element_bytes, recompute
     )
     model = cost_model(shape, rates, near_gbytes_per_s, far_gbytes_per_s, ranks_per_node)
-    found = report(packed, ranks or run_ranks or 8, model)
+    found = report(packed, ranks or documents.ranks or 8, model)
     gap = _gap(packed[0], found.world_size, tolerance) if exact else None
+    effect = None
+    if dp > 1 and not documents.is_row:
+        lengths = [min(n, longest_tokens or found.row_tokens) for n in documents.lengths]
+        effect = packing_effect(
+            lengths, found.row_tokens, found.world_size, dp, window, model, found.best.name
+        )
     if plot is not None:
         from longpack.plan_report.plot import plot_report
 
         plot_report(found, packed[0], plot)
     if json:
-        print(json_format.dumps({**found.as_dict(), **({"exact": gap} if gap else {})}, indent=2))
+        extra = {"exact": gap, "packing": asdict(effect) if effect else None}
+        print(json_format.dumps({**found.as_dict(), **extra}, indent=2))
     else:
         print_report(found, Console())
-        if gap:
-            print(gap["told"])
+        for told in (effect, gap and gap["told"]):
+            if told:
+                print(told)
     return 0
 
 
 def _gap(row: "PackedRow", ranks: int, tolerance: float) -> dict[str, object]:
-    from dataclasses import asdict
-
     from longpack.plan_report.exact import exact_gap
 
     gap = exact_gap(row, ranks, tolerance)

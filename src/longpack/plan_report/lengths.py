@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,46 +19,59 @@ ROW_TOKENS = 131_072
 HISTOGRAM_DRAWS = 200_000  # documents drawn from a histogram of one's own
 
 
-def load_rows(
-    source: str,
-    row_tokens: int | None = None,
-    rows: int = 5,
-    seed: int = 0,
-    longest_tokens: int | None = None,
-    tokenizer: str | None = None,
-    text_field: str = "text",
-) -> tuple[list[PackedRow], int | None]:
-    """Return packed rows of whatever `source` names, and a run file's cp ranks if it is one.
+@dataclass(frozen=True)
+class Documents:
+    """Document lengths, and what their source says about rows.
+
+    Args:
+        lengths: tokens of the documents.
+        row_tokens: rows of a packed row, if the source says.
+        ranks: cp ranks, if the source is a run file.
+        is_row: whether the lengths are one row already, in its order.
+    """
+
+    lengths: list[int]
+    row_tokens: int | None = None
+    ranks: int | None = None
+    is_row: bool = False
+
+    def rows(
+        self, row_tokens: int | None, count: int, seed: int = 0, longest_tokens: int | None = None
+    ) -> list[PackedRow]:
+        """Return packed rows; see `pack_rows`."""
+        if self.is_row:
+            return [PackedRow.from_lengths(self.lengths)]
+        tokens = row_tokens or self.row_tokens or ROW_TOKENS
+        return pack_rows(self.lengths, tokens, count, seed, longest_tokens)
+
+
+def load_documents(
+    source: str, tokenizer: str | None = None, text_field: str = "text", seed: int = 0
+) -> Documents:
+    """Return the document lengths of whatever `source` names.
 
     Args:
         source: lengths separated by commas (one row, in this order), the name of a corpus that
             longpack carries, a file of lengths, a run file, or with a tokenizer a corpus.
-        row_tokens: tokens of a row; 131,072 where the source does not say.
-        rows, seed, longest_tokens: as in `pack_rows`.
         tokenizer, text_field: as in `corpus_lengths`.
+        seed: of draws from histograms.
 
     Raises:
         RunError: the source is none of these.
     """
     if source.replace(",", "").isdigit():
-        return [PackedRow.from_lengths(map(int, filter(None, source.split(","))))], None
-    ranks = None
+        return Documents([int(n) for n in source.split(",") if n], is_row=True)
     if tokenizer is not None:
-        lengths = corpus_lengths([source], tokenizer, text_field)
-    elif source in corpora():
-        lengths = named_lengths(source, max(10_000, (row_tokens or ROW_TOKENS) // 100), seed)
-    elif source.endswith(".toml"):
-        lengths, run_tokens, ranks = run_file_lengths(source)
-        row_tokens = row_tokens or run_tokens
-    elif Path(source).exists():
-        lengths = file_lengths(source, seed)
-    else:
-        raise RunError(
-            f"{source!r} is neither lengths like 4096,1000 nor a file nor one of "
-            f"{', '.join(corpora())}"
-        )
-    packed = pack_rows(lengths, row_tokens or ROW_TOKENS, rows, seed, longest_tokens)
-    return packed, ranks
+        return Documents(corpus_lengths([source], tokenizer, text_field))
+    if source in corpora():
+        return Documents(named_lengths(source, HISTOGRAM_DRAWS, seed))
+    if source.endswith(".toml"):
+        return Documents(*run_file_lengths(source))
+    if Path(source).exists():
+        return Documents(file_lengths(source, seed))
+    raise RunError(
+        f"{source!r} is neither lengths like 4096,1000 nor a file nor one of {', '.join(corpora())}"
+    )
 
 
 def named_lengths(corpus: str, count: int, seed: int = 0) -> list[int]:
