@@ -1,0 +1,74 @@
+"""Are the packed row on N ranks, on one rank, and documents one by one the same?"""
+
+from collections.abc import Mapping
+
+import torch
+
+from longpack.verify.budget import Yardstick, half_the_digits
+from longpack.verify.locate import explain, first_departure, trace_alone, trace_ranks
+from longpack.verify.report import CheckResult, Finding
+from longpack.verify.runs import run_packed, watch_alone, watch_ranks
+from longpack.verify.subject import Subject
+
+
+def check(subject: Subject) -> CheckResult:
+    """Compare logits and every parameter's gradient with documents one by one."""
+    yardstick = Yardstick.of(subject)
+    one = yardstick.errors(run_packed(subject, world_size=1))
+    many = yardstick.errors(run_packed(subject))
+    budget = {name: yardstick.budget(name) for name in many}
+    over = {name: many[name] for name in many if not many[name] <= budget[name]}
+    over_one = [name for name in one if not one[name] <= budget[name]]
+    world = subject.settings.world_size
+    worst = max(many, key=lambda name: many[name] / budget[name])
+    said = (
+        f"logits are {many['logits']:.1e} from documents one by one on {world} ranks, "
+        f"{one['logits']:.1e} on one, {budget['logits']:.1e} allowed; of {len(many) - 1} gradients "
+        f"the worst, {worst}, takes {many[worst] / budget[worst]:.0%} of its budget "
+        f"({yardstick.said})"
+    )
+    data = {
+        "one_rank": one,
+        "all_ranks": many,
+        "budget": budget,
+        "plain": dict(yardstick.plain_errors),
+    }
+    findings = (_parted(subject, over, budget, bool(over_one)),) if over else ()
+    return CheckResult(said, findings, data)
+
+
+def _parted(
+    subject: Subject, over: Mapping[str, float], budget: Mapping[str, float], on_one: bool
+) -> Finding:
+    path, own = _where(subject, over)
+    worst = max(over, key=lambda name: over[name] / budget[name])
+    packs = "already the packed row on one rank is" if on_one else "one rank is right"
+    reason = explain(subject, path) if own else "what the model is given differs already"
+    return Finding(
+        kind="parity",
+        where=path,
+        fact=f"{len(over)} of {len(budget)} quantities are off, most {worst} by {over[worst]:.1e} "
+        f"where {budget[worst]:.1e} is allowed; {packs}{' off' if on_one else ''}",
+        cause=reason
+        or (
+            "this module computes something else for a packed row than for its documents alone"
+            if on_one
+            else "this module computes something else when its rows are split over ranks"
+        ),
+        remedy="the module is the first whose output differs though its input is equal: compare "
+        "what it does with rows of several documents or of another rank",
+    )
+
+
+def _where(subject: Subject, over: Mapping[str, float]) -> tuple[str, bool]:
+    """Name the first module that departs in the forward; else the worst gradient."""
+    if "logits" in over:
+        ours = trace_ranks(watch_ranks(subject, tensors=True))
+        theirs = trace_alone(watch_alone(subject), subject.row.length)
+        rows = torch.from_numpy(subject.row.doc_ids() > 0)
+        tolerance = half_the_digits(subject.settings.dtype)
+        found = first_departure(ours, theirs, rows, tolerance)
+        if found is not None:
+            return found
+    worst = max(over, key=lambda name: over[name])
+    return worst.rpartition(".")[0] or worst, True

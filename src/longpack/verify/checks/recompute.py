@@ -1,0 +1,134 @@
+"""Is the recompute of activation checkpointing the same, with two microbatches outstanding?"""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from longpack.collectives import Transport
+from longpack.recompute_replay import RecomputeReplay
+from longpack.verify.batches import Batch, reverse_documents, whole_targets
+from longpack.verify.budget import half_the_digits, relative_errors
+from longpack.verify.report import CheckResult, Finding
+from longpack.verify.runs import (
+    Model,
+    Ran,
+    on_ranks,
+    read_outputs,
+    right_loss,
+    sum_gradients,
+    take_gradients,
+)
+from longpack.verify.subject import Subject
+from longpack.verify.watch import watch_recompute
+
+Gradients = dict[str, torch.Tensor]
+
+
+def check(subject: Subject) -> CheckResult:
+    """Run forward A, forward B, backward A, backward B with checkpointing; compare with without.
+
+    Every decision that a replay channel of the model hands back is made again and compared.
+    """
+    batches = [subject.batch, reverse_documents(subject.batch, subject.row)]
+    channels = _channels(subject.model)
+
+    def alone(transport: Transport, model: Model) -> list[Gradients]:
+        return [take_gradients(model, _loss(subject, model, transport, b)) for b in batches]
+
+    def interleaved(transport: Transport, model: Model) -> tuple[list[Gradients], int]:
+        with watch_recompute() as watch, _Checkpointed(model, subject.settings.checkpointing):
+            losses = [_loss(subject, model, transport, batch) for batch in batches]
+            return [take_gradients(model, loss) for loss in losses], watch.recomputed
+
+    plain = on_ranks(subject, alone)
+    with ExitStack() as stack:
+        reports = {c.name: stack.enter_context(c.verify()) for c in channels}
+        found = on_ranks(subject, interleaved)
+    errors = [
+        _errors(sum_gradients([gradients[i] for gradients, _ in found]),
+                sum_gradients([rank[i] for rank in plain]))
+        for i in range(len(batches))
+    ]  # fmt: skip
+    largest = max(max(e.values()) for e in errors)
+    limit = half_the_digits(subject.settings.dtype)
+    recomputed = found[0][1]
+    off = [i for i, e in enumerate(errors) if not max(e.values()) <= limit]
+    findings = [_changed(off[0], errors[off[0]], limit)] if off else []
+    said = (
+        f"two microbatches interleaved, {recomputed} attention calls recomputed a rank: gradients "
+        f"differ from those without by {largest:.1e}, {limit:.1e} allowed; "
+        f"{sum(r.checked for r in reports.values())} decisions of {len(channels)} channels were "
+        f"replayed, {sum(len(r.drifts) for r in reports.values())} of which would have come out "
+        "differently"
+    )
+    replayed = {name: str(report) for name, report in reports.items()}
+    data = {"errors": errors, "recomputed": recomputed, "replayed": replayed}
+    return CheckResult(said, tuple(findings), data)
+
+
+def _loss(subject: Subject, model: Model, transport: Transport, batch: Batch) -> torch.Tensor:
+    share = subject.share(transport, batch)
+    logits, _ = read_outputs(subject.call(model, share))
+    return right_loss(whole_targets(batch, share.plan.row), share, transport.rank, logits)
+
+
+class _Checkpointed:
+    """Turn checkpointing on for a while: the model's own switch, else its repeated blocks."""
+
+    def __init__(self, model: Any, mode: str) -> None:
+        self._model, self._mode = model, mode
+        self._blocks: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self._mode == "as_is":
+            return
+        reentrant = self._mode == "reentrant"
+        if hasattr(self._model, "activation_checkpointing_enable"):
+            self._model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            return
+        self._blocks = repeated_blocks(self._model)
+        for block in self._blocks:
+            run = partial(checkpoint, block.forward, use_reentrant=reentrant)
+            block.forward = run
+
+    def __exit__(self, *exception: object) -> None:
+        if self._mode != "as_is" and hasattr(self._model, "activation_checkpointing_disable"):
+            self._model.activation_checkpointing_disable()
+        for block in self._blocks:
+            del block.forward  # the class's own shows again
+
+
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the members of the longest list of modules: a model's layers."""
+    lists = [list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def _channels(model: torch.nn.Module) -> list[RecomputeReplay]:
+    """Return the replay channels that the model's modules hold."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return list({id(v): v for v in values if isinstance(v, RecomputeReplay)}.values())
+
+
+def _errors(ours: Gradients, exact: Gradients) -> dict[str, float]:
+    nothing = torch.zeros(1)
+    errors = relative_errors(Ran(nothing, ours), Ran(nothing, exact))
+    errors.pop("logits")
+    return errors
+
+
+def _changed(microbatch: int, errors: dict[str, float], limit: float) -> Finding:
+    worst = max(errors, key=lambda name: errors[name])
+    count = sum(not error <= limit for error in errors.values())
+    return Finding(
+        kind="recompute",
+        where=worst.rpartition(".")[0] or worst,
+        fact=f"{count} of {len(errors)} gradients of microbatch {'AB'[microbatch]} change with "
+        f"checkpointing, most {worst} by {errors[worst]:.1e}",
+        cause="the recompute reads state that is another by then (a step, a cache, a counter), or "
+        "decides something anew (routes, top-k)",
+        remedy="pass the step as an argument, and make decisions with RecomputeReplay.decide",
+    )

@@ -1,0 +1,272 @@
+"""Run copies of the model: on all ranks, on one, and document by document."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from longpack.blockdiag_cp import ShardedBatch
+from longpack.collectives import Loopback, Transport, collect_votes
+from longpack.errors import (
+    AgreementError,
+    CollectiveError,
+    LongpackError,
+    ReplayError,
+    StepError,
+    UnsupportedError,
+)
+from longpack.loss import count_targets, cross_entropy
+from longpack.verify.batches import Batch
+from longpack.verify.report import Finding
+from longpack.verify.subject import Subject
+from longpack.verify.watch import Watch, ranks_apart, watch_forward
+
+T = TypeVar("T")
+Model = torch.nn.Module
+
+KINDS = {
+    UnsupportedError: "argument",
+    StepError: "step",
+    AgreementError: "agreement",
+    CollectiveError: "hang",
+    ReplayError: "recompute",
+}
+
+
+class RunFailedError(Exception):
+    """The model raised; `finding` says what."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        kind = next((k for cls, k in KINDS.items() if isinstance(error, cls)), "raised")
+        ours = isinstance(error, LongpackError)
+        self.finding = Finding(
+            kind=kind,
+            where=" of ".join(filter(None, getattr(error, "__notes__", ()))) or "the model",
+            fact=f"{type(error).__name__}: {error}".removesuffix("."),
+            cause="longpack refuses what it cannot compute rightly"
+            if ours
+            else "the model, or what calls it, raised",
+            remedy="the message names the argument or layer to change"
+            if ours
+            else "run the model on one rank with this batch, and follow the traceback",
+        )
+
+
+@dataclass
+class JoinedRanks:
+    """Ranks that are processes, seen from one of them: every rank runs the same doctor.
+
+    Args:
+        transport: this rank's end of the cp axis.
+    """
+
+    transport: Transport
+    world_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.world_size = self.transport.world_size
+
+    def run(self, body: Callable[[Transport], T]) -> list[T]:
+        """Call `body` here, as every rank does, and return all ranks' values.
+
+        Raises:
+            CollectiveError: another rank raised; here, whatever `body` raised.
+        """
+        error: BaseException | None = None
+        value: Any = None
+        try:
+            value = body(self.transport)
+        except BaseException as raised:  # noqa: BLE001 -- told to the others, then raised again
+            error = raised
+        votes = collect_votes(self.transport, value, None if error is None else repr(error))
+        if error is not None:
+            raise error
+        failed = [f"rank {r}: {v.failure}" for r, v in enumerate(votes) if v.failure is not None]
+        if failed:
+            raise CollectiveError("; ".join(failed))
+        return [vote.value for vote in votes]  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """One forward and backward of one row, put together over its ranks.
+
+    Args:
+        logits: `[S, vocab]` in the order of the batch.
+        gradients: of the mean loss over the row's targets, by parameter.
+    """
+
+    logits: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+
+
+def on_ranks(
+    subject: Subject, body: Callable[[Transport, Model], T], world_size: int | None = None
+) -> list[T]:
+    """Call `body(transport, model)` on every rank, each with a copy of its own.
+
+    Args:
+        subject: its ranks run.
+        body: may raise anything, as the user's model may.
+        world_size: another number of ranks, as threads of this process.
+
+    Raises:
+        RunFailedError: some rank raised.
+    """
+    ranks = Loopback(world_size) if world_size else subject.ranks
+
+    def noted(transport: Transport) -> T:
+        try:
+            return body(transport, models.get(transport.rank) or subject.replica(transport.rank))
+        except BaseException as error:
+            error.add_note(f"rank {transport.rank}")
+            raise
+
+    # Threads share torch's random stream and must not build modules: copy first.
+    threads = range(ranks.world_size) if isinstance(ranks, Loopback) else ()
+    models = {rank: subject.replica(rank) for rank in threads}
+    try:
+        with ranks_apart():
+            return ranks.run(noted)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a patient may raise anything
+        raise RunFailedError(error) from error
+
+
+def run_packed(subject: Subject, world_size: int | None = None) -> Ran:
+    """Run the packed row on the ranks, forward and backward of the right loss."""
+
+    def body(transport: Transport, model: Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        share = subject.share(transport, None if world_size is None else subject.batch)
+        logits, _ = read_outputs(subject.call(model, share))
+        loss = right_loss(subject.targets, share, transport.rank, logits)
+        gradients = take_gradients(model, loss)
+        return share.unshard(logits.detach()).flatten(0, -2), gradients
+
+    real = torch.from_numpy(subject.row.doc_ids() > 0)
+    found = on_ranks(subject, body, world_size)
+    return Ran(found[0][0] * real[:, None], sum_gradients([gradients for _, gradients in found]))
+
+
+def run_alone(subject: Subject, dtype: torch.dtype) -> Ran:
+    """Run each document by itself on one rank with stock attention: what is right.
+
+    Raises:
+        RunFailedError: the model raised.
+    """
+    model = subject.copy(dtype, stock=True)
+    pieces: dict[int, torch.Tensor] = {}
+    count = count_targets(subject.targets)
+    try:
+        for start, stop in subject.row:
+            logits, _ = read_outputs(subject.call_alone(model, start, stop))
+            cross_entropy(logits[0], subject.targets[start:stop], count).backward()
+            pieces[start] = logits.detach()[0]
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a patient may raise anything
+        raise RunFailedError(error) from error
+    vocab = next(iter(pieces.values())).shape[-1]
+    whole = next(iter(pieces.values())).new_zeros((subject.row.length, vocab))
+    for start, piece in pieces.items():
+        whole[start : start + len(piece)] = piece
+    return Ran(whole, _gradients(model))
+
+
+def packed_logits(subject: Subject, batch: Batch | None = None) -> torch.Tensor:
+    """Return the logits `[S, vocab]` of a batch on the ranks, without gradients."""
+
+    def body(transport: Transport, model: Model) -> torch.Tensor:
+        with torch.no_grad():
+            share = subject.share(transport, batch)
+            logits, _ = read_outputs(subject.call(model, share))
+            return share.unshard(logits).flatten(0, -2)
+
+    return on_ranks(subject, body)[0]
+
+
+def watch_ranks(
+    subject: Subject, batch: Batch | None = None, tensors: bool = False
+) -> list[tuple[Watch, ShardedBatch]]:
+    """Run one forward on the ranks without gradients; return what each did, and its share."""
+
+    def body(transport: Transport, model: Model) -> tuple[Watch, ShardedBatch]:
+        share = subject.share(transport, batch)
+        with torch.no_grad(), watch_forward(model, share.plan.local_length, tensors) as watch:
+            subject.call(model, share)
+        return watch, share
+
+    return on_ranks(subject, body)
+
+
+def watch_alone(subject: Subject) -> list[tuple[Watch, range]]:
+    """Run each document by itself and keep what every module is given and gives."""
+    model = subject.copy(subject.settings.dtype, stock=True)
+    seen = []
+    for start, stop in subject.row:
+        with torch.no_grad(), watch_forward(model, stop - start, tensors=True) as watch:
+            subject.call_alone(model, start, stop)
+        seen.append((watch, range(start, stop)))
+    return seen
+
+
+def right_loss(
+    targets: torch.Tensor, share: ShardedBatch, rank: int, logits: torch.Tensor
+) -> torch.Tensor:
+    """Return this rank's part of the mean loss over the whole row's targets `[S]`."""
+    return cross_entropy(logits[0], local_rows(targets, share, rank), count_targets(targets))
+
+
+def local_rows(values: torch.Tensor, share: ShardedBatch, rank: int, fill: int = -100):
+    """Return the rows of `[S]` that a rank holds, `fill` past the end."""
+    padded = values.new_full((share.plan.padded_length,), fill)
+    padded[: len(values)] = values
+    return padded[torch.from_numpy(share.plan.shards.rows(rank))]
+
+
+def read_outputs(outputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the logits `[1, L, vocab]` and the loss of whatever a model returned.
+
+    Raises:
+        UnsupportedError: there are no logits.
+    """
+    if isinstance(outputs, torch.Tensor):
+        return outputs, None
+    if isinstance(outputs, Mapping) or hasattr(outputs, "logits"):
+        get = outputs.get if isinstance(outputs, Mapping) else vars(outputs).get
+        logits, loss = get("logits"), get("loss")
+    else:
+        tensors = [x for x in outputs if isinstance(x, torch.Tensor)]
+        logits = next((x for x in tensors if x.dim() > 1), None)
+        loss = next((x for x in tensors if x.dim() == 0), None)
+    if logits is None:
+        raise UnsupportedError(
+            f"the model returned {type(outputs).__name__} without logits [1, L, vocab], which "
+            "every check compares: turn off a fused loss, or return logits too"
+        )
+    return logits, loss
+
+
+def take_gradients(model: Model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Run backward and return the gradients, leaving none behind."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    gradients = _gradients(model)
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def sum_gradients(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Add the ranks' gradients, in fp64; a parameter may have none on some."""
+    total: dict[str, torch.Tensor] = {}
+    for gradients in ranks:
+        for name, grad in gradients.items():
+            total[name] = total[name] + grad if name in total else grad.double()
+    return total
+
+
+def _gradients(model: Model) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
