@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longpack import PackedRow, plan_step
 from longpack.errors import PlanError
-from longpack.plan import Pieces
+from longpack.plan import Pieces, count_traffic
 from longpack.plan.layouts import LAYOUTS, balanced
 from longpack.plan.layouts.balanced import why_uneven
 from longpack.plan.layouts.fill import area_of, fill
@@ -102,7 +102,7 @@ def test_the_limit_is_used_up_to_save_traffic():
 def test_fill_takes_from_the_end_what_the_limit_allows():
     """One document of 100 on two ranks: late rows u with the first 50 - u reach the limit."""
     limit = area_of(0, 100) // 2
-    runs = fill([100], 2, 50, limit, 1, 0.0)
+    runs = fill([100], 2, 50, limit, 1, 0.0, 0.0)
     of_rank = {r: sorted((x, y) for _, x, y, owner in runs if owner == r) for r in (0, 1)}
     assert sorted(of_rank.values()) == [[(0, 25), (75, 100)], [(25, 75)]]
 
@@ -157,3 +157,12 @@ def test_the_reason_names_what_no_layout_can_do():
     reason = why_uneven(row, balanced(row, 4), 1.05)
     assert "1.600 times the mean" in reason  # areas 1, 2, 3, 4: largest 4, mean 2.5
     assert "no layout can do better than 1.600" in reason
+
+
+def test_no_rank_sends_the_whole_start_of_a_long_document():
+    """First rows lie on ranks that need them: the busiest sender sends what others receive."""
+    row = PackedRow.from_lengths([60_000, *[500] * 150])
+    shards = balanced(row, 8)
+    traffic = count_traffic("a2a", shards, Pieces.cut(row, shards), 8)
+    assert sum(shards.runs(rank)[0][0] < 14_000 for rank in range(8)) >= 6
+    assert traffic.sent_near.max() < 1.1 * traffic.received_near.max()

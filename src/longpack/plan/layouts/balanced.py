@@ -9,22 +9,25 @@ from longpack.plan.layouts.trade import trade_down
 from longpack.plan.layouts.zigzag import zigzag
 from longpack.plan.pieces import Pieces
 from longpack.plan.shards import Ints, Shards
+from longpack.plan.traffic import count_traffic
 
-# Which documents are long enough to be cut (their area in shares of a rank's mean) and which
-# share of the slots the shortest documents leave loose: tried in this order, the best is kept.
+# Which documents are long enough to be cut (their area in shares of a rank's mean), which share
+# of the slots the shortest documents leave loose, and the share of first rows beside a cut: tried
+# in this order, the best is kept.
 _TRIALS = (
-    (0.25, 0.03),
-    (0.12, 0.03),
-    (0.5, 0.03),
-    (0.9, 0.03),
-    (0.17, 0.03),
-    (0.4, 0.03),
-    (0.08, 0.03),
-    (0.05, 0.03),
-    (0.25, 0.1),
-    (0.9, 0.1),
+    (0.25, 0.03, 0.1),
+    (0.12, 0.03, 0.1),
+    (0.5, 0.03, 0.2),
+    (0.9, 0.03, 0.1),
+    (0.17, 0.03, 0.2),
+    (0.4, 0.03, 0.1),
+    (0.08, 0.03, 0.2),
+    (0.05, 0.03, 0.1),
+    (0.25, 0.1, 0.2),
+    (0.9, 0.1, 0.0),
 )
 _MARGIN = 0.0005  # aimed below the limit, in shares of the mean area: loose rows vary
+_BUSIEST = 0.2  # weight of the busiest rank's rows against the mean's
 _WORK = 6_000  # documents and ranks handled over all trials: a budget that no clock decides
 _TRADES = 400  # and two for each rank; most rows need fewer than half as many as ranks
 
@@ -83,12 +86,12 @@ def _best_fill(row: PackedRow, world_size: int, mean: float, limit: int) -> Shar
     aim = limit - int(_MARGIN * mean)
     trials = max(2, _WORK // (len(row) + 4 * world_size))
     found = {}
-    for threshold, loose in _TRIALS[:trials]:
+    for threshold, loose, early in _TRIALS[:trials]:
         num_long = int(np.searchsorted(-area, -threshold * mean))
-        if (num_long, loose) not in found:
-            runs = fill(lengths.tolist(), world_size, local_length, aim, num_long, loose)
+        if (num_long, loose, early) not in found:
+            runs = fill(lengths.tolist(), world_size, local_length, aim, num_long, loose, early)
             table = _table(runs, starts)
-            found[num_long, loose] = Shards.from_runs(table, world_size, row.length)
+            found[num_long, loose, early] = Shards.from_runs(table, world_size, row.length)
     return min(found.values(), key=lambda shards: _cost(row, shards, mean, limit))
 
 
@@ -99,11 +102,16 @@ def _table(runs: list[Run], starts: Ints) -> Ints:
 
 
 def _cost(row: PackedRow, shards: Shards, mean: float, limit: int) -> float:
-    """Return received rows of all ranks, plus what trading down to the limit is likely to add."""
+    """Return received rows of all ranks, plus what trading down to the limit is likely to add.
+
+    The busiest rank counts a little for all, so that of layouts with like traffic the one that
+    spreads it is kept.
+    """
     pieces = Pieces.cut(row, shards)
-    received = int((pieces.needed - pieces.tokens).sum())
+    traffic = count_traffic("a2a", shards, pieces, shards.world_size)
+    rows = traffic.received_near.sum() + _BUSIEST * shards.world_size * traffic.near.max()
     over = np.maximum(pieces.area - limit, 0) / mean
-    return received + shards.local_length * (10 * over.sum() + 2 * np.count_nonzero(over))
+    return rows + shards.local_length * (10 * over.sum() + 2 * np.count_nonzero(over))
 
 
 def _area(row: PackedRow, shards: Shards) -> int:

@@ -5,7 +5,8 @@ So one more rank on a document costs, in received rows, the position where it is
 the document's start is cheap. And a late position attends more keys than an early one, so a rank
 reaches its area in few rows when they come from a document's end. Both say the same: give a rank
 as much of the end of the longest document as its area allows, and fill its other slots with what
-attends least, short documents, whole.
+attends least, short documents, whole. A share of those slots takes first rows of the document that
+is cut: every rank on it needs them anyway, and one rank that held them all would send them to each.
 """
 
 import math
@@ -86,7 +87,13 @@ class Filler:
 
 
 def fill(
-    lengths: list[int], world_size: int, local_length: int, limit: int, num_long: int, loose: float
+    lengths: list[int],
+    world_size: int,
+    local_length: int,
+    limit: int,
+    num_long: int,
+    loose: float,
+    early: float,
 ) -> list[Run]:
     """Return who holds which positions of which document; what it leaves out fills the rest.
 
@@ -98,12 +105,13 @@ def fill(
         num_long: documents that are cut from their ends; the others stay whole.
         loose: share of all slots for the shortest documents, which are left out, so that the
             cuts of long documents can move.
+        early: share of a rank's other slots that takes first rows of the document it cuts.
     """
     slots = world_size * local_length
     room = Room([local_length] * world_size, [limit] * world_size)
     short = lengths[num_long:]
     filler = Filler(slots - sum(lengths[:num_long]), sum(area_of(0, n) for n in short))
-    cuts = _cut_long(lengths[:num_long], room, filler)
+    cuts = _cut_long(lengths[:num_long], room, filler, early)
     whole = _deal_whole(lengths, num_long, room, loose)
     dealt = {run.doc for run in whole}
     left = [n for doc, n in enumerate(short, num_long) if doc not in dealt]
@@ -112,7 +120,7 @@ def fill(
     return whole + [run for cut in moved for run in _runs(cut)]
 
 
-def _cut_long(lengths: list[int], room: Room, filler: Filler) -> list[Cut]:
+def _cut_long(lengths: list[int], room: Room, filler: Filler, early: float) -> list[Cut]:
     """Place long documents, the one that ends latest first.
 
     What fits whole goes where it fits tightest. What does not is cut: the rank with most spare
@@ -131,6 +139,7 @@ def _cut_long(lengths: list[int], room: Room, filler: Filler) -> list[Cut]:
         else:
             rank = ranks.pop()[1]
             cut = _cut(doc, rank, start, stop, room, filler.density, max(0, unused))
+            cut = _with_early(cut, room, filler.density, early)
             if not cut.early + cut.late:  # no budget anywhere: slots decide
                 cut = cut._replace(late=min(room.slots[rank], size))
             unused -= room.slots[rank] - cut.early - cut.late
@@ -162,17 +171,34 @@ def _cut(
     receives anyway.
     """
     slots, budget, size = room.slots[rank], room.budget[rank], stop - start
-    late = float(slots)
-    reach, spare = stop + 0.5 - density, budget - density * slots
-    if reach > 0 and reach * reach > 2 * spare:
-        late = reach - math.sqrt(reach * reach - 2 * max(0.0, spare))
-    late = int(min(late, slots, size))
+    late = _late_rows(stop, size, slots, budget, density)
     if slots - late <= filler or late == size:
         return Cut(doc, rank, start, stop, 0, late)
     both = min(int(slots - filler), size)  # early rows v = both - u: linear in u
     spare = budget - density * filler - both * start - both * both / 2
     late = both if both == size else int(min(max(0.0, spare / (size - both)), both))
     return Cut(doc, rank, start, stop, both - late, late)
+
+
+def _late_rows(stop: int, size: int, slots: int, budget: int, density: float) -> int:
+    """Return the rows up to `stop` that use the budget up, other slots filled at `density`."""
+    reach, spare = stop + 0.5 - density, budget - density * slots
+    late = float(slots)
+    if reach > 0 and reach * reach > 2 * spare:
+        late = reach - math.sqrt(reach * reach - 2 * max(0.0, spare))
+    return int(min(late, slots, size))
+
+
+def _with_early(cut: Cut, room: Room, density: float, share: float) -> Cut:
+    """Give a cut first rows in place of a share of the filler, unless they attend much."""
+    slots, budget = room.slots[cut.rank], room.budget[cut.rank]
+    size = cut.stop - cut.start
+    early = min(int(share * (slots - cut.late)), (size - cut.late) // 2)
+    if cut.early or not cut.late or early <= 0 or (cut.start + early) * slots > budget:
+        return cut
+    budget -= area_of(cut.start, cut.start + early)
+    late = _late_rows(cut.stop, size - early, slots - early, budget, density)
+    return cut._replace(early=early, late=late) if late else cut
 
 
 def _deal_whole(lengths: list[int], num_long: int, room: Room, loose: float) -> list[Run]:
