@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 
 from longpack.blockdiag_cp import state
+from longpack.blockdiag_cp.overlap import StagedAttention
 from longpack.collectives import Route, Transport
 from longpack.errors import StepError
 from longpack.kernels import Segments
@@ -27,16 +28,16 @@ class CpStep:
         transport: this rank's end of the cp axis.
         device: where the rows are.
         attn_backend: `flash`, `te` or `dense`.
-        segments: what this rank's queries attend.
-        route: this rank's part of the K/V exchange.
+        overlap: whether the K/V exchange hides behind attention of the rank's own rows.
+        stages: exchanges that a rank's arrivals are split over.
     """
 
     plan: Plan
     transport: Transport
     device: torch.device
     attn_backend: str
-    segments: Segments
-    route: Route
+    overlap: bool = True
+    stages: int = 1
     _tokens: list[Any] = field(default_factory=list, repr=False)
 
     @classmethod
@@ -46,6 +47,9 @@ class CpStep:
         transport: Transport,
         device: torch.device | str = "cpu",
         attn_backend: str | None = None,
+        *,
+        overlap: bool = True,
+        stages: int | None = None,
     ) -> Self:
         """Put a plan on a device, for this rank.
 
@@ -55,27 +59,51 @@ class CpStep:
             device: where query, key and value will be.
             attn_backend: a name that `normalize_attn_backend` knows; the configured one by
                 default.
+            overlap: attend the rank's own rows while others travel. Results are the same bit for
+                bit without; only kernels that attend in parts can, today those on CPU.
+            stages: split what arrives over so many exchanges, each attended while the next
+                travels; by default as many as `choose_stages` predicts to be fastest. The same
+                on every rank. An all-gather has one.
+
+        Raises:
+            StepError: a plan for another world size, or stages below 1.
         """
         if plan.world_size != transport.world_size:
             raise StepError(
                 f"the plan is for {plan.world_size} ranks but the cp axis has "
                 f"{transport.world_size}: plan with world_size={transport.world_size}"
             )
+        if stages is not None and stages < 1:
+            raise StepError(f"stages={stages} must be at least 1")
+        if plan.kv_exchange == "allgather":
+            stages = 1
         backend = attn_backend or state.cp_varlen_runtime_config()["attn_backend"]
-        route = _route(plan, transport.rank, torch.device(device))
-        segments = Segments(
-            bounds=plan.segments(transport.rank),
-            num_queries=plan.local_length,
-            num_keys=route.num_keys,
-        )
         return cls(
             plan,
             transport,
             torch.device(device),
             state.normalize_attn_backend(backend),
-            segments,
-            route,
+            overlap,
+            1 if stages is None else stages,
         )
+
+    @cached_property
+    def staged(self) -> StagedAttention:
+        """Tiles and route of kernels that attend in parts; built once."""
+        return StagedAttention.make(
+            self.plan, self.transport, self.device, self.overlap, self.stages
+        )
+
+    @cached_property
+    def segments(self) -> Segments:
+        """What this rank's queries attend among `route.num_keys` keys brought together."""
+        bounds = self.plan.segments(self.rank)
+        return Segments(bounds, self.plan.local_length, self.route.num_keys)
+
+    @cached_property
+    def route(self) -> Route:
+        """How the keys of `segments` are brought together; for kernels of one call."""
+        return _route(self.plan, self.rank, self.device)
 
     @property
     def group(self) -> Any:

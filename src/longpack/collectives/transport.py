@@ -2,7 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -17,10 +20,19 @@ T = TypeVar("T")
 _all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class Pending(Protocol):
+    """An exchange that has started."""
+
+    def wait(self) -> torch.Tensor:
+        """Return what arrived, once it is here; the rows that were sent may change from then on."""
+        ...
+
+
 @runtime_checkable
 class Transport(Protocol):
     """One rank's end of an axis. Every rank calls the same operations in the same order.
 
+    What `start_x` returns, waited for, is what `x` returns; `out` takes the arrivals where given.
     `group` identifies the axis: the process group, or the meeting point of the threads.
     """
 
@@ -46,6 +58,30 @@ class Transport(Protocol):
         """Like `all_to_all`, but only ranks with rows for each other talk."""
         ...
 
+    def start_all_gather(self, x: torch.Tensor) -> Pending:
+        """Start an `all_gather`."""
+        ...
+
+    def start_all_to_all(
+        self,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Pending:
+        """Start an `all_to_all`."""
+        ...
+
+    def start_point_to_point(
+        self,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Pending:
+        """Start a `point_to_point`."""
+        ...
+
     def all_gather_object(self, value: T) -> list[T]:
         """Return the picklable values of all ranks, in rank order."""
         ...
@@ -65,40 +101,68 @@ class ProcessGroupTransport:
         return self._group
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
-        source = x.contiguous()
-        self._run("all_gather", x, lambda: _all_gather_rows(out, source, group=self._group))
-        return out
+        return self.start_all_gather(x).wait()
 
     def all_to_all(
         self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        out = x.new_empty((sum(receive_counts), *x.shape[1:]))
-        source = x.contiguous()
-        self._run(
-            "all_to_all",
-            x,
-            lambda: dist.all_to_all_single(
-                out, source, list(receive_counts), list(send_counts), group=self._group
-            ),
-        )
-        return out
+        return self.start_all_to_all(x, send_counts, receive_counts).wait()
 
     def point_to_point(
         self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        out = x.new_empty((sum(receive_counts), *x.shape[1:]))
+        return self.start_point_to_point(x, send_counts, receive_counts).wait()
+
+    def start_all_gather(self, x: torch.Tensor) -> Pending:
+        out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         source = x.contiguous()
-        self._run("point_to_point", x, lambda: self._post(source, send_counts, out, receive_counts))
-        return out
+        return self._start(
+            "all_gather",
+            source,
+            out,
+            lambda: [_all_gather_rows(out, source, group=self._group, async_op=True)],
+        )
+
+    def start_all_to_all(
+        self,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Pending:
+        arrivals = x.new_empty((sum(receive_counts), *x.shape[1:])) if out is None else out
+        source, sent, received = x.contiguous(), list(send_counts), list(receive_counts)
+        return self._start(
+            "all_to_all",
+            source,
+            arrivals,
+            lambda: [
+                dist.all_to_all_single(
+                    arrivals, source, received, sent, group=self._group, async_op=True
+                )
+            ],
+        )
+
+    def start_point_to_point(
+        self,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Pending:
+        arrivals = x.new_empty((sum(receive_counts), *x.shape[1:])) if out is None else out
+        source = x.contiguous()
+        return self._start(
+            "point_to_point",
+            source,
+            arrivals,
+            lambda: self._post(source, send_counts, arrivals, receive_counts),
+        )
 
     def all_gather_object(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.world_size
-        self._run(
-            "all_gather_object",
-            None,
-            lambda: dist.all_gather_object(values, value, group=self._group),
-        )
+        with self._explained("all_gather_object", time.monotonic()):
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def _post(
@@ -107,7 +171,7 @@ class ProcessGroupTransport:
         send_counts: Sequence[int],
         out: torch.Tensor,
         receive_counts: Sequence[int],
-    ) -> None:
+    ) -> list[dist.Work]:
         operations = []
         for buffer, counts, post in (
             (source, send_counts, dist.isend),
@@ -116,20 +180,49 @@ class ProcessGroupTransport:
             for peer, rows in enumerate(buffer.split(list(counts))):
                 if rows.numel():
                     operations.append(dist.P2POp(post, rows, group=self._group, group_peer=peer))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        return dist.batch_isend_irecv(operations) if operations else []
 
-    def _run(self, name: str, x: torch.Tensor | None, call: Callable[[], Any]) -> None:
-        began = time.monotonic()
+    def _start(
+        self,
+        name: str,
+        source: torch.Tensor,
+        out: torch.Tensor,
+        call: Callable[[], Sequence[dist.Work | None]],
+    ) -> Pending:
+        explained = partial(
+            self._explained, f"{name} of {tuple(source.shape)} {source.dtype}", time.monotonic()
+        )
+        with explained():
+            works = call()
+        return _InFlight(works, source, out, explained)
+
+    @contextmanager
+    def _explained(self, what: str, began: float) -> Iterator[None]:
         try:
-            call()
+            yield
         except RuntimeError as error:  # gloo and NCCL report a dead or late peer this way
-            shape = "" if x is None else f" of {tuple(x.shape)} {x.dtype}"
             raise CollectiveError(
-                f"{rank_prefix(self.rank, self.world_size)}{name}{shape} failed after "
+                f"{rank_prefix(self.rank, self.world_size)}{what} failed after "
                 f"{time.monotonic() - began:.1f} s: {error}. A peer raised, died or never arrived; "
                 "its own message says why"
             ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    """Work of a process group, with the buffers that it reads and writes."""
+
+    works: Sequence[dist.Work | None]
+    source: torch.Tensor
+    out: torch.Tensor
+    explained: Callable[[], AbstractContextManager[None]]
+
+    def wait(self) -> torch.Tensor:
+        with self.explained():
+            for work in self.works:
+                if work is not None:
+                    work.wait()
+        return self.out
 
 
 class Loopback:
@@ -226,20 +319,57 @@ class LoopbackTransport:
     ) -> torch.Tensor:
         return self._swap("point_to_point", x, send_counts, receive_counts)
 
+    def start_all_gather(self, x: torch.Tensor) -> Pending:
+        return _Arrived(self.all_gather(x))
+
+    def start_all_to_all(
+        self,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Pending:
+        return _Arrived(self._swap("all_to_all", x, send_counts, receive_counts, out))
+
+    def start_point_to_point(
+        self,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Pending:
+        return _Arrived(self._swap("point_to_point", x, send_counts, receive_counts, out))
+
     def all_gather_object(self, value: T) -> list[T]:
         return self._meeting.meet(self.rank, "all_gather_object", value)
 
     def _swap(
-        self, name: str, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+        self,
+        name: str,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         parcels = self._meeting.meet(self.rank, name, x.split(list(send_counts)))
-        arrived = torch.cat([parcel[self.rank] for parcel in parcels])
-        if arrived.shape[0] != sum(receive_counts):
+        mine = [parcel[self.rank] for parcel in parcels]
+        if sum(len(rows) for rows in mine) != sum(receive_counts):
             raise CollectiveError(
-                f"{rank_prefix(self.rank, self.world_size)}{name} brought {arrived.shape[0]} rows "
-                f"where {sum(receive_counts)} were expected: ranks hold different plans"
+                f"{rank_prefix(self.rank, self.world_size)}{name} brought "
+                f"{sum(len(rows) for rows in mine)} rows where {sum(receive_counts)} were "
+                "expected: ranks hold different plans"
             )
-        return arrived
+        return torch.cat(mine, out=out)
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrived:
+    """An exchange that was over when it started: threads meet where they start one."""
+
+    rows: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.rows
 
 
 def as_transport(axis: "DeviceMesh | dist.ProcessGroup | Transport | None") -> Transport:

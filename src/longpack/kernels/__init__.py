@@ -1,8 +1,20 @@
 """One local variable-length attention call, and the kernels that can run it."""
 
 from longpack.kernels.api import Choice, attend, choose_kernel
-from longpack.kernels.call import KernelCall
-from longpack.kernels.registry import KERNELS
+from longpack.kernels.call import KernelCall, TiledKernel
+from longpack.kernels.registry import KERNELS, TILED
 from longpack.kernels.segments import Segments
+from longpack.kernels.tiles import Tile, full_tiles
 
-__all__ = ["KERNELS", "Choice", "KernelCall", "Segments", "attend", "choose_kernel"]
+__all__ = [
+    "KERNELS",
+    "TILED",
+    "Choice",
+    "KernelCall",
+    "Segments",
+    "Tile",
+    "TiledKernel",
+    "attend",
+    "choose_kernel",
+    "full_tiles",
+]

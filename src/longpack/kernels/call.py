@@ -1,13 +1,14 @@
 """What a kernel is asked to run, and the interface that every kernel has."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from longpack.errors import UnsupportedError
 from longpack.kernels.segments import Segments
+from longpack.kernels.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -56,4 +57,43 @@ class Kernel(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
     ) -> Tensor:
         """Attend as `longpack.kernels.attend` says, with arguments that it has checked."""
+        ...
+
+
+@runtime_checkable
+class TiledKernel(Kernel, Protocol):
+    """Attend tile by tile into buffers of the caller, so that keys may come in several tensors."""
+
+    def lse_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of log-sum-exps, and of sums that are rounded once."""
+        ...
+
+    def forward_tiles(
+        self,
+        tiles: tuple[Tile, ...],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Attend into `out` and `lse`; a tile that continues is merged into what is there."""
+        ...
+
+    def backward_tiles(
+        self,
+        tiles: tuple[Tile, ...],
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        grad_query: Tensor,
+        grad_key: Tensor,
+        grad_value: Tensor,
+    ) -> None:
+        """Send `grad_out` back through the tiles, given the merged `out` and `lse`."""
         ...

@@ -20,7 +20,7 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     reference = total.masked_fill(total == -torch.inf, 0.0)  # exp(-inf - -inf) would be nan
     weight = (other_lse - reference).exp_().unsqueeze(-1)
     if out.dtype == lse.dtype:
-        out.lerp_(other_out, weight)
+        out.lerp_(other_out.to(out.dtype), weight)
     else:
         out.copy_(torch.lerp(out.to(lse.dtype), other_out.to(lse.dtype), weight))
     lse.copy_(total)

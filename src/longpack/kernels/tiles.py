@@ -45,6 +45,14 @@ def cut_into_tiles(bounds: tuple[Bounds, ...]) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
+def full_tiles(bounds: tuple[Bounds, ...]) -> tuple[Tile, ...]:
+    """Make a full tile of each segment, for keys that its queries all see after others."""
+    tiles: list[Tile] = []
+    for q_start, q_stop, k_start, k_stop in bounds:
+        _append(tiles, Tile(q_start, q_stop - q_start, k_start, k_stop - k_start, False, True))
+    return tuple(tiles)
+
+
 def _append(tiles: list[Tile], tile: Tile) -> None:
     last = tiles[-1] if tiles else None
     if last and (last.q_len, last.k_len, last.causal) == (tile.q_len, tile.k_len, tile.causal):

@@ -59,7 +59,7 @@ class _FlashCpu(torch.autograd.Function):
     ) -> Tensor:
         query, key, value = (_with_unit_stride(x) for x in (query, key, value))
         out = query.new_empty(query.shape)
-        lse = query.new_empty(query.shape[:2], dtype=_lse_dtype(query.dtype))
+        lse = query.new_empty(query.shape[:2], dtype=lse_dtype(query.dtype))
         forward_tiles(segments.tiles, query, key, value, scale, out, lse)
         for start, stop in segments.padding:
             out[start:stop].zero_()
@@ -76,7 +76,7 @@ class _FlashCpu(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         segments: Segments = ctx.segments
         # A row of keys that several segments share sums their gradients before it is rounded.
-        dtype = _lse_dtype(key.dtype) if segments.keys_overlap else key.dtype
+        dtype = lse_dtype(key.dtype) if segments.keys_overlap else key.dtype
         grad_query = query.new_empty(query.shape)
         grad_key, grad_value = (x.new_zeros(x.shape, dtype=dtype) for x in (key, value))
         for start, stop in segments.padding:
@@ -165,7 +165,8 @@ def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of log-sum-exps, and of sums that are rounded once."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

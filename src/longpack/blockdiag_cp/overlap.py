@@ -1,0 +1,211 @@
+"""One rank's attention with its K/V exchange hidden behind it.
+
+Forward: K and V rows leave, the rank's own rows attend each other, and what arrives is attended
+stage by stage and merged by log-sum-exp. Backward: gradients of arrivals first; they go home
+while the rank's own part runs, and are added there. The order of every sum is fixed, so results
+are the same bit for bit whether the exchange is hidden or waited for.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longpack.collectives import (
+    Stage,
+    StagedRoute,
+    Transport,
+    add_home,
+    start_home,
+    start_rows,
+)
+from longpack.kernels import Segments, Tile, TiledKernel, full_tiles
+from longpack.plan import Plan
+from longpack.plan.parts import Parts, cut_parts
+
+
+@dataclass(frozen=True, eq=False)
+class StagedAttention:
+    """What one rank's attention calls of one step share: tiles and a route.
+
+    Args:
+        local: who attends what among the rank's own rows.
+        remote: for each stage, the tiles over its arrivals.
+        route: this rank's part of the exchange.
+        transport: this rank's end of the axis.
+        overlap: attend own rows while others travel; if not, wait first.
+    """
+
+    local: Segments
+    remote: tuple[tuple[Tile, ...], ...]
+    route: StagedRoute
+    transport: Transport
+    overlap: bool
+    # After gradients of arrivals, those of own rows are added to, not written over.
+    adding: tuple[Tile, ...]
+
+    @classmethod
+    def make(
+        cls, plan: Plan, transport: Transport, device: torch.device, overlap: bool, stages: int
+    ) -> Self:
+        """Put one rank's parts of a plan on its device."""
+        parts = cut_parts(plan, transport.rank, stages)
+        local = Segments(parts.local, plan.local_length, plan.local_length)
+        kind = plan.kv_exchange if any(plan.pieces.needed > plan.pieces.tokens) else "none"
+        return cls(
+            local=local,
+            remote=tuple(full_tiles(stage.remote) for stage in parts.stages),
+            route=_route(kind, parts, device),
+            transport=transport,
+            overlap=overlap,
+            adding=tuple(replace(tile, continues=True) for tile in local.tiles),
+        )
+
+    @property
+    def merges(self) -> bool:
+        """Some query of this rank attends own rows and arrivals."""
+        return any(self.remote)
+
+    def forward(
+        self, kernel: TiledKernel, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend. Every rank calls it.
+
+        Args:
+            kernel: can run the call.
+            query: `[n, num_heads, head_dim]`, any strides, local rows, padding included.
+            key: `[n, num_kv_heads, head_dim]`.
+            value: `[n, num_kv_heads, v_head_dim]`.
+            scale: softmax scale.
+
+        Returns:
+            `out` `[n, num_heads, v_head_dim]`, padding zero; `lse` `[n, num_heads]`; and the K
+            and V that arrived, `[received, num_kv_heads, head_dim + v_head_dim]`.
+        """
+        arriving = start_rows(key, value, self.transport, self.route)
+        stages = range(len(self.remote) if self.route.kind != "none" else 0)
+        if not self.overlap:
+            for number in stages:
+                arriving.wait(number)
+        dims = (key.shape[-1], value.shape[-1])
+        query, key, value = (_widen(x, max(dims)) for x in (query, key, value))
+        # kept in the dtype of lse while pieces are merged, so that it is rounded once
+        precise = kernel.lse_dtype(query.dtype)
+        out = query.new_empty(query.shape, dtype=precise if self.merges else query.dtype)
+        lse = query.new_empty(query.shape[:2], dtype=precise)
+        for start, stop in self.local.padding:
+            out[start:stop].zero_()
+            lse[start:stop].fill_(-torch.inf)
+        kernel.forward_tiles(self.local.tiles, query, key, value, scale, out, lse)
+        for number in stages:
+            if self.overlap:
+                arriving.wait(number)
+            keys, values = self._arrived(arriving.rows, number, dims)
+            kernel.forward_tiles(self.remote[number], query, keys, values, scale, out, lse)
+        return _narrow(out, dims[1]).to(query.dtype), lse, arriving.rows
+
+    def backward(
+        self,
+        kernel: TiledKernel,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        arrived: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of query, and of key and value side by side. Every rank calls it.
+
+        Sums below fp32 run in fp32 and are rounded once. A gradient of an arrival that is a sum
+        of several travels in fp32 too; one that the kernel made alone, and rounded, travels as it
+        is.
+        """
+        dims = (key.shape[-1], value.shape[-1])
+        width, dtype = max(dims), query.dtype
+        precise = kernel.lse_dtype(dtype)
+        grad_out, query, key, value, out = (
+            _widen(x, width) for x in (grad_out, query, key, value, out)
+        )
+        grad_query = query.new_zeros(query.shape, dtype=precise if self.merges else dtype)
+        travels = self.route.kind != "none"
+        far = _both(arrived, width, precise if self.route.wide else dtype)
+        for number, tiles in enumerate(self.remote if travels else ()):
+            stage = self.route.stages[number]
+            kernel.backward_tiles(
+                tiles,
+                grad_out,
+                query,
+                *self._arrived(arrived, number, dims),
+                out,
+                lse,
+                scale,
+                grad_query,
+                *_halves(far[stage.first : stage.stop]),
+            )
+        home = start_home(_pack(far, dims), self.transport, self.route)
+        came_home = [] if self.overlap else [pending.wait() for pending in home]
+        near = _both(key, width, precise if travels else dtype)
+        inputs = (grad_out, query, key, value, out, lse, scale, grad_query, *_halves(near))
+        kernel.backward_tiles(self.adding if self.merges else self.local.tiles, *inputs)
+        if self.overlap:
+            came_home = [pending.wait() for pending in home]
+        total = _pack(near, dims)
+        add_home(total, self.route, came_home)
+        return _narrow(grad_query, dims[0]).to(dtype), total.to(dtype)
+
+    def _arrived(self, rows: Tensor, number: int, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return one stage's K and V as the kernel reads them: views, where heads are equal."""
+        stage = self.route.stages[number]
+        key, value = rows[stage.first : stage.stop].split(dims, dim=-1)
+        return _widen(key, max(dims)), _widen(value, max(dims))
+
+
+def _route(kind: str, parts: Parts, device: torch.device) -> StagedRoute:
+    stages, first = [], 0
+    for rows in parts.stages:
+        stages.append(
+            Stage(
+                send_index=torch.from_numpy(rows.send_rows).to(device),
+                send_counts=rows.send_counts,
+                receive_counts=rows.receive_counts,
+                reading=None if rows.reading is None else torch.from_numpy(rows.reading).to(device),
+                first=first,
+                stop=first + rows.received,
+            )
+        )
+        first += rows.received
+    gathered = torch.from_numpy(parts.gathered).to(device)
+    return StagedRoute(kind, tuple(stages), gathered, wide=parts.shared)
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """Pad heads with zeros, which add nothing to a score and nothing to an output."""
+    if x.shape[-1] < width:
+        return F.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _narrow(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[-1] == dim else x[..., :dim].contiguous()
+
+
+def _both(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros for the gradients of K and V rows side by side, heads of `width` each."""
+    return like.new_zeros((*like.shape[:2], 2 * width), dtype=dtype)
+
+
+def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
+    width = both.shape[-1] // 2
+    return both[..., :width], both[..., width:]
+
+
+def _pack(both: Tensor, dims: tuple[int, int]) -> Tensor:
+    """Cut the padding of heads off."""
+    if dims[0] == dims[1]:
+        return both
+    key, value = _halves(both)
+    return torch.cat([key[..., : dims[0]], value[..., : dims[1]]], dim=-1)
