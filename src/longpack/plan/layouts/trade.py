@@ -10,7 +10,7 @@ from longpack.plan.pieces import Pieces
 from longpack.plan.shards import Shards
 
 _LIGHT = 4  # lightest ranks that are asked
-_OFFERS = 8  # runs of each rank that are considered
+_OFFERS = 4  # runs of each rank that are considered
 _FIXED_COST = 200  # rows: what one more segment and transfer is taken to cost
 
 Span = tuple[int, int, int]  # document, start and stop inside it; document -1 is padding
