@@ -11,6 +11,7 @@ from longpack.cli.bench import bench
 from longpack.cli.demo import demo
 from longpack.cli.plan import plan
 from longpack.cli.train import train
+from longpack.cli.verify import verify
 from longpack.errors import LongpackError, rank_prefix
 
 app = App(
@@ -23,6 +24,7 @@ app.command(bench)
 app.command(demo)
 app.command(plan)
 app.command(train)
+app.command(verify)
 
 
 def main(tokens: Sequence[str] | None = None) -> int:

@@ -34,6 +34,7 @@ def verify_model(
     forward: Callable[[torch.nn.Module, ShardedBatch], Any] | None = None,
     corpus: Sequence[Path] = (),
     cp_mesh: Any = None,
+    device: torch.device | str = "cpu",
     only: Sequence[str] = (),
     timeout_s: float = 60.0,
     tell: Callable[[str], None] = lambda line: None,
@@ -55,6 +56,8 @@ def verify_model(
         corpus: text files whose beginnings are the documents.
         cp_mesh: the cp axis where ranks are processes; every rank then calls this alike, and
             `world_size` is not read.
+        device: where the model's copies run. Ranks that are threads need the CPU: backward of all
+            of them would share one thread of a GPU, and wait for itself.
         only: names of the checks to run; all by default.
         timeout_s: how long ranks wait for each other before that is a finding.
         tell: called with the name of each check before it runs.
@@ -82,6 +85,7 @@ def verify_model(
         attn_backend=state.normalize_attn_backend(attn_backend or knobs["attn_backend"]),
         checkpointing=checkpointing,
         dtype=dtype or next(p.dtype for p in loaded.model.parameters() if p.is_floating_point()),
+        device=torch.device(device),
     )
     load, about = _loader(batch, loaded, corpus)
     subject = Subject(loaded.model, load, settings, ranks, shard, forward)
@@ -90,6 +94,7 @@ def verify_model(
     chosen = {name: check for name, check in CHECKS.items() if not only or name in only}
     results = _run(subject, chosen, tell)
     shown = {**dataclasses.asdict(settings), "dtype": str(settings.dtype).removeprefix("torch.")}
+    shown["device"] = str(settings.device)
     return Report(about, shown, loaded.notes + _notes(subject), results)
 
 

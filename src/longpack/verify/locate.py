@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longpack.blockdiag_cp import ShardedBatch
+from longpack.plan import Plan
 from longpack.verify.subject import Subject
 from longpack.verify.watch import Watch
 
@@ -24,9 +24,9 @@ class Call:
 Trace = dict[tuple[str, int], Call]
 
 
-def trace_ranks(watched: Sequence[tuple[Watch, ShardedBatch]]) -> Trace:
+def trace_ranks(watched: Sequence[tuple[Watch, Plan]]) -> Trace:
     """Put the ranks' events together, rows in the order of the batch."""
-    plan = watched[0][1].plan
+    plan = watched[0][1]
     parts = [(w, torch.from_numpy(plan.shards.rows(r))) for r, (w, _) in enumerate(watched)]
     return _merge(parts, plan.padded_length)
 

@@ -108,6 +108,7 @@ def vocabulary(model: Any) -> int:
 
 
 def _from_function(function: Callable[..., Any]) -> Loaded:
+    torch.manual_seed(0)  # ranks that are processes must build the same model
     model = function()
     if not isinstance(model, torch.nn.Module):
         raise RunError(f"{function.__name__}() returned {type(model).__name__}, not a torch module")

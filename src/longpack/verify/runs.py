@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from longpack.blockdiag_cp import ShardedBatch
 from longpack.collectives import Loopback, Transport, collect_votes
 from longpack.errors import (
     AgreementError,
@@ -16,7 +15,8 @@ from longpack.errors import (
     StepError,
     UnsupportedError,
 )
-from longpack.loss import count_targets, cross_entropy
+from longpack.loss import IGNORE, count_targets, cross_entropy
+from longpack.plan import Plan
 from longpack.verify.batches import Batch
 from longpack.verify.report import Finding
 from longpack.verify.subject import Subject
@@ -142,9 +142,9 @@ def run_packed(subject: Subject, world_size: int | None = None) -> Ran:
     def body(transport: Transport, model: Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         share = subject.share(transport, None if world_size is None else subject.batch)
         logits, _ = read_outputs(subject.call(model, share))
-        loss = right_loss(subject.targets, share, transport.rank, logits)
+        loss = right_loss(subject.targets, share.plan, transport.rank, logits)
         gradients = take_gradients(model, loss)
-        return share.unshard(logits.detach()).flatten(0, -2), gradients
+        return share.unshard(logits.detach()).flatten(0, -2).cpu(), gradients
 
     real = torch.from_numpy(subject.row.doc_ids() > 0)
     found = on_ranks(subject, body, world_size)
@@ -163,8 +163,9 @@ def run_alone(subject: Subject, dtype: torch.dtype) -> Ran:
     try:
         for start, stop in subject.row:
             logits, _ = read_outputs(subject.call_alone(model, start, stop))
-            cross_entropy(logits[0], subject.targets[start:stop], count).backward()
-            pieces[start] = logits.detach()[0]
+            targets = subject.targets[start:stop].to(logits.device)
+            cross_entropy(logits[0], targets, count).backward()
+            pieces[start] = logits.detach()[0].cpu()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a patient may raise anything
@@ -183,21 +184,21 @@ def packed_logits(subject: Subject, batch: Batch | None = None) -> torch.Tensor:
         with torch.no_grad():
             share = subject.share(transport, batch)
             logits, _ = read_outputs(subject.call(model, share))
-            return share.unshard(logits).flatten(0, -2)
+            return share.unshard(logits).flatten(0, -2).cpu()
 
     return on_ranks(subject, body)[0]
 
 
 def watch_ranks(
     subject: Subject, batch: Batch | None = None, tensors: bool = False
-) -> list[tuple[Watch, ShardedBatch]]:
-    """Run one forward on the ranks without gradients; return what each did, and its share."""
+) -> list[tuple[Watch, Plan]]:
+    """Run one forward on the ranks without gradients; return what each did, and its plan."""
 
-    def body(transport: Transport, model: Model) -> tuple[Watch, ShardedBatch]:
+    def body(transport: Transport, model: Model) -> tuple[Watch, Plan]:
         share = subject.share(transport, batch)
         with torch.no_grad(), watch_forward(model, share.plan.local_length, tensors) as watch:
             subject.call(model, share)
-        return watch, share
+        return watch, share.plan
 
     return on_ranks(subject, body)
 
@@ -213,18 +214,17 @@ def watch_alone(subject: Subject) -> list[tuple[Watch, range]]:
     return seen
 
 
-def right_loss(
-    targets: torch.Tensor, share: ShardedBatch, rank: int, logits: torch.Tensor
-) -> torch.Tensor:
+def right_loss(targets: torch.Tensor, plan: Plan, rank: int, logits: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of the mean loss over the whole row's targets `[S]`."""
-    return cross_entropy(logits[0], local_rows(targets, share, rank), count_targets(targets))
+    mine = local_rows(targets, plan, rank).to(logits.device)
+    return cross_entropy(logits[0], mine, count_targets(targets))
 
 
-def local_rows(values: torch.Tensor, share: ShardedBatch, rank: int, fill: int = -100):
+def local_rows(values: torch.Tensor, plan: Plan, rank: int, fill: int = IGNORE) -> torch.Tensor:
     """Return the rows of `[S]` that a rank holds, `fill` past the end."""
-    padded = values.new_full((share.plan.padded_length,), fill)
+    padded = values.new_full((plan.padded_length,), fill)
     padded[: len(values)] = values
-    return padded[torch.from_numpy(share.plan.shards.rows(rank))]
+    return padded[torch.from_numpy(plan.shards.rows(rank))]
 
 
 def read_outputs(outputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -269,4 +269,5 @@ def sum_gradients(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
 
 
 def _gradients(model: Model) -> dict[str, torch.Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.to("cpu", copy=True) for name, grad in grads.items()}

@@ -37,6 +37,7 @@ class Settings:
         layout, kv_exchange, attn_backend: as for `longpack.shard_batch`.
         checkpointing: `full`, `reentrant`, or `as_is` to leave the model's own.
         dtype: of parameters and computation.
+        device: of the model's copies; what is compared is brought to the CPU.
     """
 
     world_size: int
@@ -45,6 +46,7 @@ class Settings:
     attn_backend: str
     checkpointing: str
     dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +71,8 @@ class Subject:
 
     @cached_property
     def batch(self) -> Batch:
-        """What rank 0 loads, which all ranks should."""
-        return self.load(0, self.settings.world_size)
+        """What rank 0 loads, which all ranks should, on the CPU."""
+        return _moved(self.load(0, self.settings.world_size), torch.device("cpu"))
 
     @cached_property
     def row(self) -> PackedRow:
@@ -122,6 +124,7 @@ class Subject:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
+        model.to(self.settings.device)
         if stock and self.is_transformers:
             model.set_attn_implementation("eager")  # the one that honours everything
         return model
@@ -130,6 +133,7 @@ class Subject:
         """Return one rank's share of a batch, of what it loads by default."""
         if batch is None:
             batch = self.load(transport.rank, self.settings.world_size)
+        batch = _moved(batch, self.settings.device)
         if self.shard is not None:
             return self.shard(batch, transport)
         s = self.settings
@@ -152,11 +156,16 @@ class Subject:
         A transformers model runs with stock attention. Another model runs under the step of one
         rank and one document, with the dense kernel.
         """
-        share = shard_batch(document_batch(self.batch, start, stop), attn_backend="dense")
+        document = _moved(document_batch(self.batch, start, stop), self.settings.device)
+        share = shard_batch(document, attn_backend="dense")
         if self.is_transformers:
             inputs = {k: v for k, v in share.inputs.items() if k != "cp_step"}
             return model(**inputs)
         return self.call(model, share)
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 def call_model(model: torch.nn.Module, share: ShardedBatch) -> Any:

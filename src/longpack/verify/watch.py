@@ -33,14 +33,14 @@ class Watch:
         calls: (module, kernel) of every attention call under a step, in the forward.
         recomputed: attention calls in a recompute.
         stock: modules that attended with torch's own attention or softmax.
-        given: keyword arguments that the model got.
+        given: keyword arguments of the model that are tensors.
         events: every module call, where they were asked for, in the order they ended.
     """
 
     calls: list[tuple[str, str]] = field(default_factory=list)
     recomputed: int = 0
     stock: list[str] = field(default_factory=list)
-    given: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     _open: list[str] = field(default_factory=list)
 
@@ -118,7 +118,8 @@ def watch_forward(model: torch.nn.Module, rows: int, tensors: bool = False) -> I
 def _hooks(watch: Watch, path: str, rows: int, tensors: bool) -> tuple[Any, Any]:
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not watch._open:
-            watch.given = dict(kwargs)
+            tensors_given = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
+            watch.given = {k: v.detach().cpu() for k, v in tensors_given.items()}
         watch._open.append(path)
 
     def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -139,9 +140,9 @@ def _per_row(values: dict[str, Any], rows: int) -> dict[str, torch.Tensor]:
             if not isinstance(leaf, torch.Tensor):
                 continue
             if leaf.dim() > 1 and leaf.shape[:2] == (1, rows):
-                found[f"{name}.{place}"] = leaf.detach()[0].clone()
+                found[f"{name}.{place}"] = leaf.detach()[0].to("cpu", copy=True)
             elif leaf.dim() > 0 and leaf.shape[0] == rows:
-                found[f"{name}.{place}"] = leaf.detach().clone()
+                found[f"{name}.{place}"] = leaf.detach().to("cpu", copy=True)
     return found
 
 

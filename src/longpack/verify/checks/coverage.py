@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from longpack.blockdiag_cp import ShardedBatch
+from longpack.plan import Plan
 from longpack.verify.report import CheckResult, Finding
 from longpack.verify.runs import RunFailedError, watch_ranks
 from longpack.verify.subject import Subject
@@ -16,11 +16,10 @@ def check(subject: Subject) -> CheckResult:
     except RunFailedError as failed:
         declared = _declared(subject, covered=False)
         return CheckResult("the forward raised", (*declared, failed.finding), ran=False)
-    watch, share = ranks[0]
+    watch, plan = ranks[0]
     calls = Counter(path for path, _ in watch.calls)
     kernels = sorted({kernel for seen, _ in ranks for _, kernel in seen.calls})
     stock = sorted({path for seen, _ in ranks for path in seen.stock} - set(calls))
-    plan = share.plan
     findings = [*_declared(subject, bool(calls)), *_left_out(subject, stock), *_uneven(ranks)]
     if not calls and not findings:
         findings.append(_nothing_ran())
@@ -75,7 +74,7 @@ def _left_out(subject: Subject, stock: list[str]) -> list[Finding]:
     ]
 
 
-def _uneven(ranks: list[tuple[Watch, ShardedBatch]]) -> list[Finding]:
+def _uneven(ranks: list[tuple[Watch, Plan]]) -> list[Finding]:
     counts = [Counter(path for path, _ in watch.calls) for watch, _ in ranks]
     return [
         Finding(

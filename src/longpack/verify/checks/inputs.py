@@ -1,12 +1,11 @@
 """Is the model given what the batch says: documents, positions, tokens?"""
 
 import inspect
-from typing import Any
 
 import torch
 
-from longpack.blockdiag_cp import ShardedBatch
 from longpack.packing import first_difference
+from longpack.plan import Plan
 from longpack.verify.report import CheckResult, Finding
 from longpack.verify.runs import local_rows, watch_ranks
 from longpack.verify.subject import Subject
@@ -17,21 +16,21 @@ def check(subject: Subject) -> CheckResult:
     ranks = watch_ranks(subject)
     findings = [
         *_documents(subject, ranks[0][1]),
-        *_rows(subject, [(watch.given, share) for watch, share in ranks]),
+        *_rows(subject, [(watch.given, plan) for watch, plan in ranks]),
     ]
-    given = ", ".join(sorted(ranks[0][0].given)) or "positional arguments"
+    given = ", ".join(sorted(ranks[0][0].given)) or "no tensor by name"
     return CheckResult(f"the model is given {given}", tuple(findings), {"given": given})
 
 
-def _documents(subject: Subject, share: ShardedBatch) -> list[Finding]:
-    difference = first_difference([subject.row, share.plan.row])
+def _documents(subject: Subject, plan: Plan) -> list[Finding]:
+    difference = first_difference([subject.row, plan.row])
     if difference is None:
         return []
     return [
         Finding(
             kind="documents",
             where="the step's plan",
-            fact=f"the batch has {subject.row}, the plan {share.plan.row}: numbering the batch 0 "
+            fact=f"the batch has {subject.row}, the plan {plan.row}: numbering the batch 0 "
             f"and the plan 1, {difference}",
             cause="what says where documents are was dropped or changed between the loader and "
             "the step",
@@ -40,21 +39,21 @@ def _documents(subject: Subject, share: ShardedBatch) -> list[Finding]:
     ]
 
 
-def _rows(subject: Subject, ranks: list[tuple[dict[str, Any], ShardedBatch]]) -> list[Finding]:
+def _rows(subject: Subject, ranks: list[tuple[dict[str, torch.Tensor], Plan]]) -> list[Finding]:
     """Compare row-wise inputs with the batch, on rows that belong to a document."""
     real = torch.from_numpy(subject.row.doc_ids() > 0)
     findings = []
     for name, kind, right in _expected(subject):
-        for rank, (given, share) in enumerate(ranks):
-            mine = local_rows(right, share, rank, 0)
-            kept = local_rows(real, share, rank, False)
+        for rank, (given, plan) in enumerate(ranks):
+            mine = local_rows(right, plan, rank, 0)
+            kept = local_rows(real, plan, rank, False)
             value = given.get(name)
             if value is None:
                 if name == "position_ids" and _takes(subject.model, name):
                     findings.append(_no_positions(rank))
                     break
                 continue
-            wrong = ((value.flatten().cpu() != mine) & kept).nonzero()[:, 0]
+            wrong = ((value.flatten() != mine) & kept).nonzero()[:, 0]
             if len(wrong):
                 at = int(wrong[0])
                 findings.append(

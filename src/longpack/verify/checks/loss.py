@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from longpack.blockdiag_cp import ShardedBatch
 from longpack.collectives import Transport
 from longpack.loss import IGNORE, count_targets, cross_entropy
+from longpack.plan import Plan
 from longpack.verify.batches import Batch, whole_targets, without_labels
 from longpack.verify.budget import half_the_digits
 from longpack.verify.report import CheckResult, Finding
@@ -67,21 +67,21 @@ def _observe(subject: Subject, batch: Batch) -> list[Observed]:
     def body(transport: Transport, model: Model) -> Observed:
         share = subject.share(transport, batch)
         logits, loss = read_outputs(subject.call(model, share))
-        targets = local_rows(whole_targets(batch, subject.row), share, transport.rank)
+        targets = local_rows(whole_targets(batch, subject.row), share.plan, transport.rank)
         count = count_targets(whole_targets(batch, subject.row))
-        leaf = logits.detach()[0].requires_grad_()
+        leaf = logits.detach()[0].cpu().requires_grad_()
         right = cross_entropy(leaf, targets, count)
         gradient = None
         if loss is not None and loss.requires_grad:
             (expected,) = torch.autograd.grad(right, leaf)
             (own,) = torch.autograd.grad(loss, logits, allow_unused=True)
-            gradient = None if own is None else _distance(own[0], expected)
+            gradient = None if own is None else _distance(own[0].cpu(), expected)
         return Observed(
             loss=None if loss is None else loss.item(),
             right=right.item(),
             gradient=gradient,
             targets=int((targets != IGNORE).sum()),
-            wrong=_mistakes(subject, batch, share, transport.rank, logits.detach()[0]),
+            wrong=_mistakes(subject, batch, share.plan, transport.rank, leaf.detach()),
         )
 
     return on_ranks(subject, body)
@@ -138,13 +138,13 @@ def _finding(name: str, ranks: list[Observed], tolerance: float) -> Finding:
 
 
 def _mistakes(
-    subject: Subject, batch: Batch, share: ShardedBatch, rank: int, logits: torch.Tensor
+    subject: Subject, batch: Batch, plan: Plan, rank: int, logits: torch.Tensor
 ) -> dict[str, float]:
     """Return the loss that each combination of wrong targets and wrong divisor would give."""
     right = whole_targets(batch, subject.row)
     labels = batch.get("labels")
     labels = right if labels is None else labels.flatten()
-    local = lambda values: local_rows(values, share, rank)  # noqa: E731
+    local = lambda values: local_rows(values, plan, rank)  # noqa: E731
     targets = {
         "": local(right),
         "labels are shifted after the split": _shifted(local(labels)),
@@ -156,7 +156,7 @@ def _mistakes(
     for numerator, ours in targets.items():
         total = F.cross_entropy(logits.double(), ours, ignore_index=IGNORE, reduction="sum").item()
         for denominator, divisor in _DIVISORS.items():
-            by = divisor(ours, right, share)
+            by = divisor(ours, right, plan)
             causes = " and ".join(c for c in (numerator, denominator) if c)
             found[causes] = total / by if by else math.nan
     found.pop("")
@@ -167,20 +167,20 @@ def _shifted(labels: torch.Tensor) -> torch.Tensor:
     return torch.cat([labels[1:], labels.new_full((1,), IGNORE)])
 
 
-_Divisor = Callable[[torch.Tensor, torch.Tensor, ShardedBatch], float]
+_Divisor = Callable[[torch.Tensor, torch.Tensor, Plan], float]
 _DIVISORS: dict[str, _Divisor] = {
-    "": lambda ours, right, share: count_targets(right),
-    "each rank divides by its own number of targets": lambda ours, right, share: int(
+    "": lambda ours, right, plan: count_targets(right),
+    "each rank divides by its own number of targets": lambda ours, right, plan: int(
         (ours != IGNORE).sum()
     ),
     "each rank divides by its own number of targets and by the number of ranks": (
-        lambda ours, right, share: int((ours != IGNORE).sum()) * share.plan.world_size
+        lambda ours, right, plan: int((ours != IGNORE).sum()) * plan.world_size
     ),
     "the loss is averaged over ranks that already divided by all targets": (
-        lambda ours, right, share: count_targets(right) * share.plan.world_size
+        lambda ours, right, plan: count_targets(right) * plan.world_size
     ),
-    "the sum is not divided": lambda ours, right, share: 1,
-    "the sum is divided by rows, not targets": lambda ours, right, share: share.plan.local_length,
+    "the sum is not divided": lambda ours, right, plan: 1,
+    "the sum is divided by rows, not targets": lambda ours, right, plan: plan.local_length,
 }
 
 

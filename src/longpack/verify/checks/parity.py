@@ -24,7 +24,7 @@ def check(subject: Subject) -> CheckResult:
     said = (
         f"logits are {many['logits']:.1e} from documents one by one on {world} ranks, "
         f"{one['logits']:.1e} on one, {budget['logits']:.1e} allowed; of {len(many) - 1} gradients "
-        f"the worst, {worst}, takes {many[worst] / budget[worst]:.0%} of its budget "
+        f"the worst, {worst}, is at {many[worst] / budget[worst]:.2g} of its budget "
         f"({yardstick.said})"
     )
     data = {

@@ -72,7 +72,7 @@ def check(subject: Subject) -> CheckResult:
 def _loss(subject: Subject, model: Model, transport: Transport, batch: Batch) -> torch.Tensor:
     share = subject.share(transport, batch)
     logits, _ = read_outputs(subject.call(model, share))
-    return right_loss(whole_targets(batch, share.plan.row), share, transport.rank, logits)
+    return right_loss(whole_targets(batch, share.plan.row), share.plan, transport.rank, logits)
 
 
 class _Checkpointed:
