@@ -148,8 +148,9 @@ def test_the_tolerance_is_part_of_the_name():
         plan_step(row, 8, "zigzag:1.1")
     with pytest.raises(PlanError, match="only balanced takes a tolerance"):
         plan_step(row, 8, "balanced:much")
-    with pytest.raises(PlanError, match=r"tolerance=0\.9"):
-        plan_step(row, 8, "balanced:0.9")
+    for wrong in ("0.9", "nan", "inf"):
+        with pytest.raises(PlanError, match=f"tolerance={wrong} must be a number of at least 1"):
+            plan_step(row, 8, f"balanced:{wrong}")
 
 
 def test_the_reason_names_what_no_layout_can_do():
@@ -157,6 +158,8 @@ def test_the_reason_names_what_no_layout_can_do():
     reason = why_uneven(row, balanced(row, 4), 1.05)
     assert "1.600 times the mean" in reason  # areas 1, 2, 3, 4: largest 4, mean 2.5
     assert "no layout can do better than 1.600" in reason
+    assert plan_step(row, 4, "balanced").layout_reason == f"as asked, but {reason}"
+    assert plan_step(row, 4, "balanced:1.7").layout_reason == "as asked"
 
 
 def test_no_rank_sends_the_whole_start_of_a_long_document():

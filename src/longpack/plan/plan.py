@@ -9,7 +9,7 @@ import numpy as np
 from longpack.errors import PlanError
 from longpack.packing import PackedRow
 from longpack.plan.cost import CostModel, choose_layout
-from longpack.plan.layouts import find_layout
+from longpack.plan.layouts import find_layout, shortfall
 from longpack.plan.pieces import Pieces
 from longpack.plan.shards import Shards
 from longpack.plan.transfers import (
@@ -192,5 +192,7 @@ def plan_step(
     if layout == "auto":
         layout, why = choose_layout(row, world_size, kv_exchange, cost_model or CostModel())
     shards = find_layout(layout)(row, world_size)
+    missed = shortfall(layout, row, shards)
+    why = f"{why}, but {missed}" if missed else why
     exchange, reason = choose_exchange(kv_exchange, row, shards)
     return Plan(row, layout, shards, exchange, reason, why)

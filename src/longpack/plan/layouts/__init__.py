@@ -5,7 +5,7 @@ from functools import partial
 
 from longpack.errors import PlanError
 from longpack.packing import PackedRow
-from longpack.plan.layouts.balanced import balanced
+from longpack.plan.layouts.balanced import TOLERANCE, balanced, why_uneven
 from longpack.plan.layouts.contiguous import contiguous
 from longpack.plan.layouts.head_tail import head_tail
 from longpack.plan.layouts.zigzag import zigzag
@@ -27,6 +27,17 @@ def find_layout(name: str) -> Layout:
     Raises:
         PlanError: an unknown name, or a tolerance that is not a number or not for this layout.
     """
+    base, tolerance = _parse(name)
+    return LAYOUTS[base] if tolerance is None else partial(balanced, tolerance=tolerance)
+
+
+def shortfall(name: str, row: PackedRow, shards: Shards) -> str | None:
+    """Say why a layout misses the tolerance that its name asks for; None where it does not."""
+    base, tolerance = _parse(name)
+    return why_uneven(row, shards, tolerance or TOLERANCE) if base == "balanced" else None
+
+
+def _parse(name: str) -> tuple[str, float | None]:
     base, colon, tolerance = name.partition(":")
     if base not in LAYOUTS:
         raise PlanError(
@@ -34,14 +45,14 @@ def find_layout(name: str) -> Layout:
             "another tolerance, or auto"
         )
     if not colon:
-        return LAYOUTS[base]
+        return base, None
     try:
         wanted = float(tolerance)
     except ValueError:
         wanted = None
     if base != "balanced" or wanted is None:
         raise PlanError(f"layout={name!r}: only balanced takes a tolerance, as in balanced:1.1")
-    return partial(balanced, tolerance=wanted)
+    return base, wanted
 
 
-__all__ = ["LAYOUTS", "Layout", "find_layout"]
+__all__ = ["LAYOUTS", "Layout", "find_layout", "shortfall"]

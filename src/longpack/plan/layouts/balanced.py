@@ -1,5 +1,7 @@
 """Equal tokens, attention area within a tolerance, and few received rows."""
 
+import math
+
 import numpy as np
 
 from longpack.errors import PlanError
@@ -11,6 +13,7 @@ from longpack.plan.pieces import Pieces
 from longpack.plan.shards import Ints, Shards
 from longpack.plan.traffic import count_traffic
 
+TOLERANCE = 1.05
 # Which documents are long enough to be cut (their area in shares of a rank's mean), which share
 # of the slots the shortest documents leave loose, and the share of first rows beside a cut: tried
 # in this order, the best is kept.
@@ -32,7 +35,7 @@ _WORK = 6_000  # documents and ranks handled over all trials: a budget that no c
 _TRADES = 400  # and two for each rank; most rows need fewer than half as many as ranks
 
 
-def balanced(row: PackedRow, world_size: int, tolerance: float = 1.05) -> Shards:
+def balanced(row: PackedRow, world_size: int, tolerance: float = TOLERANCE) -> Shards:
     """Give every rank equal tokens and at most `tolerance` times the mean attention area.
 
     A pure function of its arguments: every rank finds the same. Documents are cut anywhere.
@@ -46,8 +49,10 @@ def balanced(row: PackedRow, world_size: int, tolerance: float = 1.05) -> Shards
         tolerance: most area of a rank over the mean, at least 1. What is above 1 is used to
             save traffic.
     """
-    if not tolerance >= 1:
-        raise PlanError(f"tolerance={tolerance}: the largest area is at least the mean, 1.0")
+    if not 1 <= tolerance < math.inf:
+        raise PlanError(
+            f"tolerance={tolerance} must be a number of at least 1: the largest area over the mean"
+        )
     mean = row.area / world_size
     limit = int(tolerance * mean)
     if world_size == 1 or not len(row):
