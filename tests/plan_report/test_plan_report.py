@@ -67,6 +67,14 @@ def test_head_exchange_is_left_out_with_the_reason():
     )
 
 
+def test_a_missed_tolerance_is_told(capsys):
+    found = report([PackedRow.from_lengths([4])], 4)
+    assert "no layout can do better than 1.600" in (line(found, "balanced:1.05").missed or "")
+    assert line(found, "zigzag").missed is None
+    assert main(["plan", "4", "--ranks", "4"]) == 0
+    assert "balanced:1.2: the largest area is 1.600 times" in capsys.readouterr().out
+
+
 def test_means_over_rows():
     rows = [ROW, PackedRow.from_lengths([2000] * 4)]
     one, two, both = (line(report(r, 4), "contiguous") for r in ([rows[0]], [rows[1]], rows))

@@ -155,6 +155,9 @@ def print_report(report: "PlanReport", console: Console) -> None:
             style="bold" if line is report.best else None,
         )
     console.print(table)
+    for line in report.lines:
+        if line.missed:
+            console.print(f"{line.name}: {line.missed}", highlight=False, soft_wrap=True)
     for name, reason in report.left_out.items():
         console.print(f"{name}: left out, {reason}", highlight=False, soft_wrap=True)
     console.print(report.recommendation, highlight=False, soft_wrap=True)

@@ -12,6 +12,7 @@ import numpy as np
 from longpack.errors import PlanError, RunError
 from longpack.packing import PackedRow
 from longpack.plan import CostModel, LayerShape, Machine, Plan, StepCost, plan_step
+from longpack.plan.layouts import shortfall
 
 DEFAULT_LAYOUTS = (
     "contiguous",
@@ -39,6 +40,7 @@ class Line:
             rank on average and by the busiest. A head exchange moves queries and outputs too.
         segments: query segments per rank.
         attention_ms, exchange_ms, linear_ms, step_ms: predicted, of the slowest rank.
+        missed: why a row is over the tolerance asked for, if one is.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Line:
     exchange_ms: float
     linear_ms: float
     step_ms: float
+    missed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -196,12 +199,13 @@ def _line(
     world_size: int,
     model: CostModel,
 ) -> Line:
-    figures = []
+    figures, missed = [], None
     for row in rows:  # one plan at a time: a plan of 16 million tokens is large
         plan = plan_step(row, world_size, layout, kv_exchange)
         cost = model.predict(plan.shards, plan.pieces, plan.kv_exchange)
         figures.append(_figures(plan, model) + _times(cost))
-    return _mean(name, figures)
+        missed = missed or shortfall(layout, row, plan.shards)
+    return replace(_mean(name, figures), missed=missed)
 
 
 def _heads_line(rows: Sequence[PackedRow], world_size: int, model: CostModel) -> Line | None:
