@@ -4,10 +4,12 @@ import heapq
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from longpack import PackedRow
 from longpack.bench.layout_baselines import min_heap, ptrr
 from longpack.bench.layouts import CASES, Case, run_layout_bench
+from longpack.cli.bench_layouts import print_layouts
 from longpack.plan import LAYOUTS, Pieces
 
 NAMES = ("contiguous", "zigzag", "balanced")
@@ -84,3 +86,12 @@ def test_min_heap_is_the_greedy_rule():
         mine = set((shards.rows(rank) // 512).tolist())
         assert mine == {c for c, r in owner.items() if r == rank}
         assert Pieces.cut(row, shards).area[rank] == sum(chunks[c] for c in mine)
+
+
+def test_the_table_names_every_layout(capsys):
+    result = run_layout_bench([Case("sqlite3_doc", 8192, 8192, 2)], packs=2, layouts=SOME)
+    print_layouts(result, Console(width=100))
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in SOME)
+    assert "sqlite3_doc: 8,192 tokens" in shown
+    assert result["sources"]["sqlite3_doc"]
