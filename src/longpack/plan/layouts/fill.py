@@ -240,7 +240,7 @@ def _move_cuts(cuts: list[Cut], lengths: list[int], room: Room, density: float) 
     for cut in cuts:
         start, stop = left[cut.doc]
         if cut.is_rest:
-            again = cut._replace(start=start, stop=stop, late=stop - start)
+            again = Cut(cut.doc, cut.rank, start, stop, 0, stop - start)
             room.take(cut, sign=-1)
         else:
             filler = room.slots[cut.rank] - (cut.early + cut.late if cut.early else 0)
