@@ -43,6 +43,8 @@ def check_balanced(row, world_size, tolerance):
     if reached <= tolerance:
         assert reason is None
     else:
+        # only where tokens are too few, or one attends too much, for area to be divided finely
+        assert row.tokens < 64 * world_size or tolerance < 1.05 or "no layout can" in reason
         assert f"{reached:.3f} times the mean" in reason
         assert reached <= imbalance(row, LAYOUTS["zigzag"](row, world_size))
     return shards
