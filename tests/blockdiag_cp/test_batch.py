@@ -9,7 +9,7 @@ from longpack.blockdiag_cp import state
 from longpack.blockdiag_cp.step import CpStep
 from longpack.collectives import Loopback, as_transport
 from longpack.errors import AgreementError, LongpackError, PackingError, PlanError, StepError
-from longpack.plan import LAYOUTS, plan_step
+from longpack.plan import LAYOUTS, CostModel, Machine, plan_step
 
 
 def make(lengths=(5, 3), padding=0, **extra):
@@ -234,3 +234,17 @@ def test_the_door_of_the_familys_code():
     with ctx():
         assert current_blockdiag_cp_state().plan == layout.plan
     assert current_blockdiag_cp_state() is None
+
+
+def test_auto_takes_the_given_cost_model():
+    """Free links: the most even layout wins. Links that cost everything: the least traffic."""
+    batch = make([60, 4, 30, 2])
+
+    def chosen(bytes_per_s):
+        machine = Machine(near_bytes_per_s=bytes_per_s, far_bytes_per_s=bytes_per_s, segment_s=0)
+        model = CostModel(machine=machine)
+        return ranks_of(batch, 2, "auto", kv_exchange="a2a", cost_model=model)[0].plan
+
+    even, still = chosen(1e30), chosen(1.0)
+    assert even.imbalance < 1.01 < still.imbalance
+    assert max(still.received_tokens) < max(even.received_tokens)

@@ -21,7 +21,7 @@ from longpack.packing import (
     batch_shape,
     read_documents,
 )
-from longpack.plan import Plan, plan_step
+from longpack.plan import CostModel, Plan, plan_step
 
 LABEL_KEYS = ("labels", "shift_labels")
 _CONSUMED = {*DOCUMENT_KEYS, *PADDED_KEYS, *LENGTH_KEYS, *LABEL_KEYS, *PRIMARY}
@@ -85,6 +85,7 @@ def shard_batch(
     kv_exchange: str | None = None,
     attn_backend: str | None = None,
     text_row: int | None = None,
+    cost_model: CostModel | None = None,
     check_agreement: bool | None = None,
 ) -> ShardedBatch:
     """Split a batch of packed documents over the cp axis.
@@ -101,11 +102,12 @@ def shard_batch(
             ...]`, which are split alike and padded with 0.
         cp_mesh: one-dimensional device mesh (or process group, or transport) of the axis; None
             for one rank.
-        layout: name of a layout in `longpack.plan.LAYOUTS`.
+        layout: name of a layout, as in `longpack.plan_step`.
         padding_token_id: id that fills `input_ids` past the end of the row.
         dp_mesh: an axis whose ranks hold other batches, over which targets are counted too.
         kv_exchange, attn_backend: this step's choice; the configured one by default.
         text_row: see `PackedRow.from_position_ids`.
+        cost_model: what layout `auto` predicts with, the same on every rank.
         check_agreement: compare plans over the ranks before anything else. By default on the
             first step of each axis; True for this one too, False to skip.
 
@@ -120,7 +122,8 @@ def shard_batch(
     def plan() -> Plan:
         _check_keys(batch)
         row = read_documents(batch, text_row=text_row)
-        return plan_step(row, transport.world_size, layout, state.normalize_kv_exchange(exchange))
+        knob = state.normalize_kv_exchange(exchange)
+        return plan_step(row, transport.world_size, layout, knob, cost_model)
 
     agreed = agree_on_plan(plan, transport, check_agreement)
     primary = batch["input_ids" if batch.get("input_ids") is not None else "inputs_embeds"]

@@ -114,7 +114,7 @@ def plan(
         extra = {"exact": gap, "packing": asdict(effect) if effect else None}
         print(json_format.dumps({**found.as_dict(), **extra}, indent=2))
     else:
-        print_report(found, Console())
+        print_report(found, Console(width=max(Console().width, 100)))
         for told in (effect, gap and gap["told"]):
             if told:
                 print(told)
@@ -149,9 +149,7 @@ def print_report(report: "PlanReport", console: Console) -> None:
             f"{line.received_bytes / 1e6:,.0f}",
             f"{line.received_bytes_worst / 1e6:,.0f}",
             f"{line.segments:,.0f}",
-            f"{line.attention_ms:,.4g}",
-            f"{line.exchange_ms:,.3g}",
-            f"{line.step_ms:,.4g}",
+            *(_ms(x) for x in (line.attention_ms, line.exchange_ms, line.step_ms)),
             style="bold" if line is report.best else None,
         )
     console.print(table)
@@ -161,3 +159,7 @@ def print_report(report: "PlanReport", console: Console) -> None:
     for name, reason in report.left_out.items():
         console.print(f"{name}: left out, {reason}", highlight=False, soft_wrap=True)
     console.print(report.recommendation, highlight=False, soft_wrap=True)
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
