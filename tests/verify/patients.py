@@ -2,9 +2,12 @@
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from longpack import cp_blockdiag_sdpa
+from longpack import RecomputeReplay, cp_blockdiag_sdpa
 from longpack.loss import cross_entropy
+from longpack.recompute_replay import compose, is_recomputing
+from longpack.testing.recompute import flip_ties
 
 HIDDEN, HEADS, VOCAB = 32, 2, 64
 
@@ -110,10 +113,12 @@ class KeepsCache(Attention):
 
 
 class Scaled(Attention):
-    """Wrong where rows are split: scales by a number of local rows."""
+    """Wrong where rows are split: scales by how many ranks there are."""
+
+    off = 0.5
 
     def attend(self, query, key, value, step):
-        scale = query.shape[2] / step.plan.padded_length * query.shape[3] ** -0.5
+        scale = (1 + self.off * (step.world_size - 1)) * query.shape[3] ** -0.5
         return cp_blockdiag_sdpa(query, key, value, step=step, scale=scale)
 
 
@@ -130,10 +135,31 @@ class Counts(torch.nn.Module):
     """Computes something else in the recompute."""
 
     def forward(self, x):
-        from longpack.recompute_replay import is_recomputing
-
         y = x * 2 if is_recomputing() else x
         return y * y
+
+
+class Routed(Patient):
+    """Chooses one of two experts by scores that tie, and tips over in the recompute."""
+
+    def __init__(self, replayed):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+        self.routes = RecomputeReplay("routes")
+        self.context_fn = compose(self.routes) if replayed else noop_context_fn
+        self.replayed = replayed
+
+    def expert(self, x):
+        def choose():
+            return flip_ties(torch.zeros(*x.shape[:2], 2, dtype=x.dtype)).argmax(-1)
+
+        route = self.routes.decide(choose) if self.replayed else choose()
+        first, second = (e(x).tanh() for e in self.experts)
+        return x + torch.where(route[..., None] == 0, first, second).square()
+
+    def run_blocks(self, x, step):
+        x = super().run_blocks(x, step)
+        return checkpoint(self.expert, x, use_reentrant=False, context_fn=self.context_fn)
 
 
 class SkipsOnPadding(Block):

@@ -14,6 +14,7 @@ from tests.verify.patients import (
     LosesStep,
     Patient,
     Raises,
+    Routed,
     Scaled,
     SkipsOnPadding,
     SoftmaxAttention,
@@ -239,6 +240,14 @@ def test_a_layer_that_is_wrong_only_where_rows_are_split():
     assert report.result("boundary").findings == ()
 
 
+def test_a_fault_of_one_part_in_ten_thousand_is_seen():
+    class Nearly(Scaled):
+        off = 1e-4
+
+    report = verify_model(patient(attention=Nearly()))
+    found(report, "parity", "attention", "one rank is right")
+
+
 def test_state_that_is_kept_between_calls():
     report = verify_model(patient(attention=KeepsCache()))
     found(report, "repeat", r"^blocks\.1\.attention$", "cache")
@@ -319,6 +328,27 @@ def test_labels_shifted_after_the_split():
     found(report, "loss", text="labels are shifted after the split")
 
 
+def test_targets_that_cross_documents():
+    def shard(batch, transport):
+        after = batch["labels"].roll(-1, 1)
+        after[:, -1] = IGNORE
+        whole = {k: v for k, v in batch.items() if k != "labels"}
+        return shard_batch({**whole, "shift_labels": after}, transport, check_agreement=False)
+
+    report = verify_model(Patient(), shard=shard)
+    found(report, "loss", text="targets cross from one document into the next")
+
+
+def test_targets_counted_over_too_many_ranks():
+    def shard(batch, transport):
+        share = shard_batch(batch, transport, check_agreement=False)
+        share.inputs["num_items_in_batch"] *= transport.world_size
+        return share
+
+    report = verify_model(Patient(), shard=shard)
+    found(report, "loss", text="averaged over ranks that already divided")
+
+
 def test_a_rank_without_a_target():
     class Own(Patient):
         def loss(self, logits, shift_labels, num_items_in_batch, labels):
@@ -348,6 +378,18 @@ def test_a_step_from_a_with_block_is_gone_in_the_recompute(mode):
 def test_a_block_that_computes_something_else_in_the_recompute():
     report = verify_model(patient(mlp=Counts()))
     assert found(report, "recompute", text="microbatch A") == ["recompute"]
+
+
+def test_routes_that_flip_in_the_recompute():
+    report = verify_model(Routed(replayed=False), checkpointing="as_is")
+    assert found(report, "recompute", r"^experts\.[01]$") == ["recompute"]
+
+
+def test_routes_that_flip_and_are_replayed():
+    report = verify_model(Routed(replayed=True), checkpointing="as_is")
+    assert report.good, report.findings
+    said = report.result("recompute").said
+    assert re.search(r"[1-9]\d* decisions of 1 channels were replayed, [1-9]", said), said
 
 
 # --- ranks -----------------------------------------------------------------------------------

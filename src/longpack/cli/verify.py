@@ -20,8 +20,8 @@ def verify(
     corpus: tuple[Path, ...] = (),
     ranks: int = 2,
     layout: str = "contiguous",
-    exchange: str | None = None,
-    backend: str | None = None,
+    exchange: Literal["allgather", "halo", "a2a"] | None = None,
+    backend: Literal["flash", "te", "dense"] | None = None,
     checkpointing: Literal["full", "reentrant", "as_is"] = "full",
     dtype: Literal["float32", "bfloat16", "float64"] | None = None,
     shard: str | None = None,
@@ -56,9 +56,9 @@ def verify(
     layout
         Who holds which rows, as in training.
     exchange
-        How K/V travels: allgather, halo or a2a; the configured one by default.
+        How K/V travels; the configured one by default.
     backend
-        The attention backend: flash, te or dense; the configured one by default.
+        The attention backend; the configured one by default.
     checkpointing
         How the model is checkpointed in training; as_is leaves the model's own.
     dtype

@@ -55,7 +55,7 @@ class Yardstick:
     def said(self) -> str:
         """Say how the budget was found."""
         if self.plain is None:
-            return f"half the digits of the dtype, {half_the_digits(self.dtype):.1e}"
+            return f"half the digits of the dtype, {half_the_digits(self.dtype):.2g}"
         return f"{FACTOR:g} times what {self.dtype} costs documents one by one against float64"
 
     def errors(self, ran: Ran) -> dict[str, float]:

@@ -23,7 +23,7 @@ def check(subject: Subject) -> CheckResult:
     largest = max((moved[d][e] for d, e in pairs), default=0.0)
     said = (
         f"{number} documents changed in turn: other documents' logits moved by at most "
-        f"{largest:.1e} of the largest logit"
+        f"{largest:.2g} of the largest logit"
     )
     findings = [_leak(subject, moved, leaks)] if leaks else []
     if blind:
@@ -55,7 +55,7 @@ def _leak(subject: Subject, moved: list[list[float]], leaks: list[tuple[int, int
         kind="boundary",
         where=path,
         fact=f"changing document {changed} moves the logits of document {looked_at} by "
-        f"{moved[changed][looked_at]:.1e} of the largest logit; {len(leaks)} of "
+        f"{moved[changed][looked_at]:.2g} of the largest logit; {len(leaks)} of "
         f"{len(moved) * (len(moved) - 1)} pairs leak",
         cause=explain(subject, path) or LEAKS,
         remedy="attend with cp_blockdiag_sdpa under the step, and reset whatever else mixes rows "

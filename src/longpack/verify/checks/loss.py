@@ -117,7 +117,7 @@ def _finding(name: str, ranks: list[Observed], tolerance: float) -> Finding:
         worst = max(ranks, key=lambda r: r.gradient or 0.0)
         fact = (
             f"with {name} the losses are right but their gradient in the logits is "
-            f"{worst.gradient:.1e} off"
+            f"{worst.gradient:.2g} off"
         )
         cause = "the loss is scaled or detached between its value and its backward"
     else:
@@ -144,19 +144,22 @@ def _mistakes(
     right = whole_targets(batch, subject.row)
     labels = batch.get("labels")
     labels = right if labels is None else labels.flatten()
-    local = lambda values: local_rows(values, plan, rank)  # noqa: E731
-    targets = {
-        "": local(right),
-        "labels are shifted after the split": _shifted(local(labels)),
-        "targets cross from one document into the next": local(_shifted(labels)),
-        "labels are not shifted": local(labels),
-        "labels are shifted twice": _shifted(local(right)),
+    wholes = {
+        "": right,
+        "targets cross from one document into the next": _shifted(labels),
+        "labels are not shifted": labels,
     }
+    targets = {name: (local_rows(whole, plan, rank), whole) for name, whole in wholes.items()}
+    for name, unshifted in (
+        ("labels are shifted after the split", labels),
+        ("labels are shifted twice", right),
+    ):
+        targets[name] = (_shifted(local_rows(unshifted, plan, rank)), right)
     found = {}
-    for numerator, ours in targets.items():
+    for numerator, (ours, whole) in targets.items():
         total = F.cross_entropy(logits.double(), ours, ignore_index=IGNORE, reduction="sum").item()
         for denominator, divisor in _DIVISORS.items():
-            by = divisor(ours, right, plan)
+            by = divisor(ours, whole, plan)
             causes = " and ".join(c for c in (numerator, denominator) if c)
             found[causes] = total / by if by else math.nan
     found.pop("")
@@ -169,18 +172,18 @@ def _shifted(labels: torch.Tensor) -> torch.Tensor:
 
 _Divisor = Callable[[torch.Tensor, torch.Tensor, Plan], float]
 _DIVISORS: dict[str, _Divisor] = {
-    "": lambda ours, right, plan: count_targets(right),
-    "each rank divides by its own number of targets": lambda ours, right, plan: int(
+    "": lambda ours, whole, plan: count_targets(whole),
+    "each rank divides by its own number of targets": lambda ours, whole, plan: int(
         (ours != IGNORE).sum()
     ),
     "each rank divides by its own number of targets and by the number of ranks": (
-        lambda ours, right, plan: int((ours != IGNORE).sum()) * plan.world_size
+        lambda ours, whole, plan: int((ours != IGNORE).sum()) * plan.world_size
     ),
     "the loss is averaged over ranks that already divided by all targets": (
-        lambda ours, right, plan: count_targets(right) * plan.world_size
+        lambda ours, whole, plan: count_targets(whole) * plan.world_size
     ),
-    "the sum is not divided": lambda ours, right, plan: 1,
-    "the sum is divided by rows, not targets": lambda ours, right, plan: plan.local_length,
+    "the sum is not divided": lambda ours, whole, plan: 1,
+    "the sum is divided by rows, not targets": lambda ours, whole, plan: plan.local_length,
 }
 
 

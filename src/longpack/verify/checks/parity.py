@@ -22,8 +22,8 @@ def check(subject: Subject) -> CheckResult:
     world = subject.settings.world_size
     worst = max(many, key=lambda name: many[name] / budget[name])
     said = (
-        f"logits are {many['logits']:.1e} from documents one by one on {world} ranks, "
-        f"{one['logits']:.1e} on one, {budget['logits']:.1e} allowed; of {len(many) - 1} gradients "
+        f"logits are {many['logits']:.2g} from documents one by one on {world} ranks, "
+        f"{one['logits']:.2g} on one, {budget['logits']:.2g} allowed; of {len(many) - 1} gradients "
         f"the worst, {worst}, is at {many[worst] / budget[worst]:.2g} of its budget "
         f"({yardstick.said})"
     )
@@ -47,8 +47,8 @@ def _parted(
     return Finding(
         kind="parity",
         where=path,
-        fact=f"{len(over)} of {len(budget)} quantities are off, most {worst} by {over[worst]:.1e} "
-        f"where {budget[worst]:.1e} is allowed; {packs}{' off' if on_one else ''}",
+        fact=f"{len(over)} of {len(budget)} quantities are off, most {worst} by {over[worst]:.2g} "
+        f"where {budget[worst]:.2g} is allowed; {packs}{' off' if on_one else ''}",
         cause=reason
         or (
             "this module computes something else for a packed row than for its documents alone"

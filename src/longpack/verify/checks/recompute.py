@@ -1,11 +1,14 @@
 """Is the recompute of activation checkpointing the same, with two microbatches outstanding?"""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch.utils.checkpoint import checkpoint
+import torch.utils.checkpoint as checkpointing
 
 from longpack.collectives import Transport
 from longpack.recompute_replay import RecomputeReplay
@@ -43,7 +46,8 @@ def check(subject: Subject) -> CheckResult:
             losses = [_loss(subject, model, transport, batch) for batch in batches]
             return [take_gradients(model, loss) for loss in losses], watch.recomputed
 
-    plain = on_ranks(subject, alone)
+    with _without_checkpointing():
+        plain = on_ranks(subject, alone)
     with ExitStack() as stack:
         reports = {c.name: stack.enter_context(c.verify()) for c in channels}
         found = on_ranks(subject, interleaved)
@@ -59,7 +63,7 @@ def check(subject: Subject) -> CheckResult:
     findings = [_changed(off[0], errors[off[0]], limit)] if off else []
     said = (
         f"two microbatches interleaved, {recomputed} attention calls recomputed a rank: gradients "
-        f"differ from those without by {largest:.1e}, {limit:.1e} allowed; "
+        f"differ from those without by {largest:.2g}, {limit:.2g} allowed; "
         f"{sum(r.checked for r in reports.values())} decisions of {len(channels)} channels were "
         f"replayed, {sum(len(r.drifts) for r in reports.values())} of which would have come out "
         "differently"
@@ -73,6 +77,24 @@ def _loss(subject: Subject, model: Model, transport: Transport, batch: Batch) ->
     share = subject.share(transport, batch)
     logits, _ = read_outputs(subject.call(model, share))
     return right_loss(whole_targets(batch, share.plan.row), share.plan, transport.rank, logits)
+
+
+@contextmanager
+def _without_checkpointing() -> Iterator[None]:
+    """Make every `torch.utils.checkpoint.checkpoint` call its function and no more.
+
+    A model may checkpoint itself, where nobody can ask it not to.
+    """
+
+    def nothing(*call: Any, **options: Any) -> Iterator[None]:
+        yield
+
+    plainly = SimpleNamespace(apply=lambda function, preserve, *args: function(*args))
+    with (
+        patch.object(checkpointing, "_checkpoint_without_reentrant_generator", nothing),
+        patch.object(checkpointing, "CheckpointFunction", plainly),
+    ):
+        yield
 
 
 class _Checkpointed:
@@ -91,7 +113,7 @@ class _Checkpointed:
             return
         self._blocks = repeated_blocks(self._model)
         for block in self._blocks:
-            run = partial(checkpoint, block.forward, use_reentrant=reentrant)
+            run = partial(checkpointing.checkpoint, block.forward, use_reentrant=reentrant)
             block.forward = run
 
     def __exit__(self, *exception: object) -> None:
@@ -127,7 +149,7 @@ def _changed(microbatch: int, errors: dict[str, float], limit: float) -> Finding
         kind="recompute",
         where=worst.rpartition(".")[0] or worst,
         fact=f"{count} of {len(errors)} gradients of microbatch {'AB'[microbatch]} change with "
-        f"checkpointing, most {worst} by {errors[worst]:.1e}",
+        f"checkpointing, most {worst} by {errors[worst]:.2g}",
         cause="the recompute reads state that is another by then (a step, a cache, a counter), or "
         "decides something anew (routes, top-k)",
         remedy="pass the step as an argument, and make decisions with RecomputeReplay.decide",

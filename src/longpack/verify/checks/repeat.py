@@ -13,7 +13,7 @@ def check(subject: Subject) -> CheckResult:
     """Run one batch twice and compare the logits."""
     first, second = packed_logits(subject), packed_logits(subject)
     moved = float((first - second).abs().max() / first.abs().max())
-    said = f"the same batch twice: logits differ by {moved:.1e} of the largest"
+    said = f"the same batch twice: logits differ by {moved:.2g} of the largest"
     if moved <= rounding(subject.settings.dtype):
         return CheckResult(said, (), {"moved": moved})
     once, again = (trace_ranks(watch_ranks(subject, tensors=True)) for _ in range(2))
