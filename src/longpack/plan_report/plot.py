@@ -61,18 +61,16 @@ def _draw_row(axes: Any, plan: Plan) -> None:
 
 
 def _draw_front(axes: Any, report: PlanReport) -> None:
-    by_traffic = sorted(report.lines, key=lambda line: line.received_bytes)
-    for number, line in enumerate(by_traffic):
-        at = (line.received_bytes / 1e6, line.imbalance)
-        best = line is report.best
+    for line in report.lines:
+        at, best = (line.received_bytes / 1e6, line.imbalance), line is report.best
         axes.plot(*at, "o", color="black" if best else "tab:blue")
         axes.annotate(
             f"{line.name} (recommended)" if best else line.name,
             at,
             textcoords="offset points",
-            xytext=(4, 6 + 13 * (number % 3)),  # staggered: neighbours' names do not collide
-            arrowprops={"arrowstyle": "-", "color": "lightgrey"},
+            xytext=(2, 6),
+            rotation=40,  # neighbours' names do not collide
         )
-    axes.margins(x=0.15, y=0.15)
+    axes.margins(x=0.15, y=0.25)
     axes.set_xlabel("MB received by a rank in one layer's forward pass, mean (less is better)")
     axes.set_ylabel("attention area, busiest rank / mean (1 is best)")
