@@ -107,7 +107,7 @@ def on_one_rank(transport, models, batch, layout, exchange):
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize(
     ("world_size", "layout", "exchange"),
-    [(1, "contiguous", "allgather"), (2, "contiguous", "halo"), (3, "zigzag", "a2a")],
+    [(1, "contiguous", "allgather"), (2, "contiguous", "halo"), (3, "balanced", "a2a")],
 )
 def test_equals_documents_one_by_one(model_type, world_size, layout, exchange, checkpointed):
     batch = make_batch()

@@ -61,6 +61,7 @@ def test_the_small_run_learns_and_packs(one_rank):
 MESHES = {
     "cp": {"parallel": {"cp": 2, "kv_exchange": "a2a"}},
     "cp_zigzag": {"parallel": {"cp": 2, "layout": "zigzag", "attn_backend": "dense"}},
+    "cp_balanced": {"parallel": {"cp": 2, "layout": "balanced:1.1", "kv_exchange": "a2a"}},
     "dp": {"parallel": {"dp": 2}},
     "dp_fsdp": {"parallel": {"dp": 2, "fsdp": True}},
     "cp_fsdp_recompute": {
