@@ -79,13 +79,14 @@ def cp_blockdiag_sdpa(
     )
     kernel = choose_kernel(step.attn_backend, call)
     state._CP_ATTN_FIRE_COUNT[0] += 1
-    rows = tuple(x[0].transpose(0, 1) for x in (query, key, value))
+    # squeezed, not indexed: the backward of an index fills a tensor with zeros first
+    rows = tuple(x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if kernel.name in TILED:
         out: Any = _Staged.apply(*rows, step.staged, TILED[kernel.name], scale)
     else:
         out = attend(kernel, rows[0], *_bring(rows[1], rows[2], step), step.segments, scale)
-    return out.transpose(0, 1)[None]
+    return out.transpose(0, 1).unsqueeze(0)
 
 
 class _Staged(torch.autograd.Function):

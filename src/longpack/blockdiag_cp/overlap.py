@@ -130,9 +130,14 @@ class StagedAttention:
         grad_out, query, key, value, out = (
             _widen(x, width) for x in (grad_out, query, key, value, out)
         )
-        grad_query = query.new_zeros(query.shape, dtype=precise if self.merges else dtype)
         travels = self.route.kind != "none"
-        far = _both(arrived, width, precise if self.route.wide else dtype)
+        if self.merges:
+            grad_query = query.new_zeros(query.shape, dtype=precise)
+        else:
+            grad_query = self._unfilled(query, width, dtype)
+        far = arrived.new_zeros(
+            (*arrived.shape[:2], 2 * width), dtype=precise if self.route.wide else dtype
+        )
         for number, tiles in enumerate(self.remote if travels else ()):
             stage = self.route.stages[number]
             kernel.backward_tiles(
@@ -148,14 +153,22 @@ class StagedAttention:
             )
         home = start_home(_pack(far, dims), self.transport, self.route)
         came_home = [] if self.overlap else [pending.wait() for pending in home]
-        near = _both(key, width, precise if travels else dtype)
+        near = self._unfilled(key, 2 * width, precise if travels else dtype)
+        tiles = self.adding if self.merges else self.local.tiles
         inputs = (grad_out, query, key, value, out, lse, scale, grad_query, *_halves(near))
-        kernel.backward_tiles(self.adding if self.merges else self.local.tiles, *inputs)
+        kernel.backward_tiles(tiles, *inputs, fresh_keys=True)
         if self.overlap:
             came_home = [pending.wait() for pending in home]
         total = _pack(near, dims)
         add_home(total, self.route, came_home)
         return _narrow(grad_query, dims[0]).to(dtype), total.to(dtype)
+
+    def _unfilled(self, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """Return a gradient of local rows that is zero on padding; local tiles fill the rest."""
+        grad = like.new_empty((*like.shape[:2], width), dtype=dtype)
+        for start, stop in self.local.padding:
+            grad[start:stop].zero_()
+        return grad
 
     def _arrived(self, rows: Tensor, number: int, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return one stage's K and V as the kernel reads them: views, where heads are equal."""
@@ -191,11 +204,6 @@ def _widen(x: Tensor, width: int) -> Tensor:
 
 def _narrow(x: Tensor, dim: int) -> Tensor:
     return x if x.shape[-1] == dim else x[..., :dim].contiguous()
-
-
-def _both(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros for the gradients of K and V rows side by side, heads of `width` each."""
-    return like.new_zeros((*like.shape[:2], 2 * width), dtype=dtype)
 
 
 def _halves(both: Tensor) -> tuple[Tensor, Tensor]:

@@ -94,6 +94,11 @@ class TiledKernel(Kernel, Protocol):
         grad_query: Tensor,
         grad_key: Tensor,
         grad_value: Tensor,
+        fresh_keys: bool = False,
     ) -> None:
-        """Send `grad_out` back through the tiles, given the merged `out` and `lse`."""
+        """Send `grad_out` back through the tiles, given the merged `out` and `lse`.
+
+        A tile that continues adds to `grad_query`; all add to `grad_key` and `grad_value`, unless
+        those are fresh and no two tiles share keys.
+        """
         ...

@@ -125,13 +125,14 @@ def backward_tiles(
     grad_query: Tensor,
     grad_key: Tensor,
     grad_value: Tensor,
+    fresh_keys: bool = False,
 ) -> None:
     """Send `grad_out` back through every tile, given the merged `out` and `lse`.
 
     The weight of a key is exp(score - lse) with the merged lse, and the row sum of the softmax's
     backward is grad_out . out with the merged out, so each tile's backward is right by itself.
-    Adds into `grad_key` and `grad_value`; into `grad_query` a tile that `continues` adds, any
-    other one overwrites.
+    Adds into `grad_key` and `grad_value`, or overwrites them with `fresh_keys`, where no two tiles
+    share keys; into `grad_query` a tile that `continues` adds, any other one overwrites.
     """
     for tile in tiles:
         keys, values = _key_blocks(tile, key), _key_blocks(tile, value)
@@ -140,12 +141,11 @@ def backward_tiles(
         )
         inputs = (grad_blocks, queries, keys, values, outs, lses)
         to_query, to_key, to_value = _backward_op(*inputs, 0.0, tile.causal, scale=scale)
-        if tile.continues:
-            _query_blocks(tile, grad_query).add_(to_query)
-        else:
-            _query_blocks(tile, grad_query).copy_(to_query)
-        _key_blocks(tile, grad_key).add_(to_key)
-        _key_blocks(tile, grad_value).add_(to_value)
+        put = Tensor.add_ if tile.continues else Tensor.copy_
+        put(_query_blocks(tile, grad_query), to_query)
+        put = Tensor.copy_ if fresh_keys else Tensor.add_
+        put(_key_blocks(tile, grad_key), to_key)
+        put(_key_blocks(tile, grad_value), to_value)
 
 
 def _query_blocks(tile: Tile, rows: Tensor) -> Tensor:
