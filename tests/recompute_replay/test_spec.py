@@ -57,6 +57,9 @@ def test_binding_is_initialised_once_a_thread() -> None:
     assert isinstance(binding, threading.local)
     assert (binding.recorder, binding.mode) == (None, None)
     binding.mode = "record"
+    assert (binding.recorder, binding.mode) == (None, "record")
+    binding.recorder = recorder = RecomputeReplayRecorder[int]()
+    assert (binding.recorder, binding.mode) == (recorder, "record")
     seen = []
     thread = threading.Thread(target=lambda: seen.append((binding.recorder, binding.mode)))
     thread.start()
@@ -115,6 +118,18 @@ def test_a_scope_inside_itself_does_not_move_the_outer_replay() -> None:
         with scope:
             assert [recorder.take(), recorder.take()] == [1, 2]
         assert recorder.take() == 2
+
+
+def test_a_scope_inside_itself_at_once_does_not_move_the_outer_replay() -> None:
+    channel: RecomputeReplay[int] = RecomputeReplay("routes")
+    recorder: RecomputeReplayRecorder[int] = RecomputeReplayRecorder()
+    recorder.record(1)
+    scope = channel.scope(recorder, "replay")
+    with scope:
+        with scope:
+            assert recorder.take() == 1
+        assert (recorder._cursor, recorder.take()) == (0, 1)
+    assert recorder._cursor == 1
 
 
 def test_two_threads_replay_one_recorder_at_their_own_pace() -> None:

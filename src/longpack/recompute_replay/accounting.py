@@ -1,7 +1,7 @@
 """Count the bytes that records hold, now and at most, by channel and by site."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -25,7 +25,7 @@ class Ledger:
         self._total = _Count()
         self._sites: dict[str, _Count] = {}
 
-    def replace(self, old: Sequence[tuple[str, int]], new: Sequence[tuple[str, int]]) -> None:
+    def replace(self, old: Iterable[tuple[str, int]], new: Iterable[tuple[str, int]]) -> None:
         """Count `new` (site, bytes) instead of `old`."""
         with self._lock:
             for site, nbytes in old:
@@ -41,6 +41,19 @@ class Ledger:
         with self._lock:
             sites = {site: Usage(count.live, count.peak) for site, count in self._sites.items()}
             return Usage(self._total.live, self._total.peak, sites)
+
+
+class Held:
+    """The bytes of one log by site, counted in `ledger` for as long as this object lives."""
+
+    __slots__ = ("_bytes", "_ledger")
+
+    def __init__(self, ledger: Ledger, bytes_by_site: Mapping[str, int]) -> None:
+        self._ledger, self._bytes = ledger, bytes_by_site
+        ledger.replace((), bytes_by_site.items())
+
+    def __del__(self) -> None:
+        self._ledger.replace(self._bytes.items(), ())
 
 
 class _Count:

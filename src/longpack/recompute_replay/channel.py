@@ -7,6 +7,7 @@ from typing import Any, Generic
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 
 from longpack.errors import ReplayError, UnsupportedError
 from longpack.recompute_replay.accounting import Ledger, Usage
@@ -14,8 +15,8 @@ from longpack.recompute_replay.codecs import Codec
 from longpack.recompute_replay.contexts import (
     CheckpointContextFn,
     Nested,
-    Recompute,
-    Scope,
+    Record,
+    Replay,
     Then,
     _Binding,
 )
@@ -74,10 +75,10 @@ class RecomputeReplay(Generic[T]):
 
     def current(self) -> tuple[RecomputeReplayRecorder[T], str] | None:
         """Return the active `(recorder, mode)`, or `None` outside a scope."""
-        binding = self._binding
-        if binding.recorder is None or binding.mode is None or is_outside():
+        recorder, mode, _, _ = self._binding.stack[-1]
+        if recorder is None or mode is None or is_outside():
             return None
-        return binding.recorder, binding.mode
+        return recorder, mode
 
     def scope(
         self, recorder: RecomputeReplayRecorder[T] | None, mode: str
@@ -94,7 +95,9 @@ class RecomputeReplay(Generic[T]):
             raise UnsupportedError(
                 f"channel {self.name!r}: mode={mode!r} is none of {', '.join(_MODES)}"
             )
-        return Scope(self._binding, recorder, mode)
+        if recorder is None or mode == "record":
+            return Record(self._binding, recorder)
+        return Replay(self._binding, recorder, keeps_random=False)
 
     def checkpoint_context_fn(
         self,
@@ -140,21 +143,22 @@ class RecomputeReplay(Generic[T]):
                 there, or holds one that was changed in place; and in a recompute of a checkpoint
                 that this channel is not bound to.
         """
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return _decide_eagerly(
                 self, fn, site=site, collective=collective, inputs=inputs, codec=codec
             )
-        binding = self._binding
-        recorder = binding.recorder
+        recorder, mode, _, _ = self._binding.stack[-1]
         if recorder is None or is_outside():
             self._refuse_unbound(site)
             return detached(run_outside(fn))
-        if binding.mode == "replay":
+        if mode == "replay":
             return self._replay(recorder, fn, site, collective, inputs)
-        value = run_outside(fn)
-        random = RandomState.capture() if self.preserve_random else None
-        copied = map_tensors(_copy, inputs) if self._verifying is not None else None
-        return recorder.append(value, site, codec or self.codec, random, copied, collective)
+        value = detached(run_outside(fn))
+        random = RandomState() if self.preserve_random else None
+        copied = None if self._verifying is None else map_tensors(_copy, inputs)
+        recorder.append(value, site, codec or self.codec, random, copied)
+        recorder.has_collective |= collective
+        return value
 
     @contextmanager
     def verify(self, margin: Margin | None = None) -> Iterator[VerifyReport]:
@@ -184,35 +188,36 @@ class RecomputeReplay(Generic[T]):
         context_fn: CheckpointContextFn | None,
         on_record_exit: Callable[[RecomputeReplayRecorder[T]], None] | None,
     ) -> tuple[AbstractContextManager, AbstractContextManager]:
-        recorder, mode = self._log_of_call()
-        forward: AbstractContextManager = Scope(self._binding, recorder, mode)
-        recompute: AbstractContextManager = Recompute(self._binding, recorder, self.preserve_random)
+        binding = self._binding
+        recorder, replays = self._log_of_call()
+        forward = Replay(binding, recorder, False) if replays else Record(binding, recorder)
+        recompute = Replay(binding, recorder, self.preserve_random)
         if context_fn is not None:
             inner_forward, inner_recompute = context_fn()
             forward = Nested(forward, inner_forward)
             recompute = Nested(recompute, inner_recompute)
-        if on_record_exit is not None and mode == "record":
+        if on_record_exit is not None and not replays:
             forward = Then(forward, partial(_finish, recorder, on_record_exit))
         return forward, recompute
 
-    def _log_of_call(self) -> tuple[RecomputeReplayRecorder[T], str]:
-        """Return the log of a checkpointed call that starts here, and the mode of its forward.
+    def _log_of_call(self) -> tuple[RecomputeReplayRecorder[T], bool]:
+        """Return the log of a checkpointed call that starts here, and whether its forward replays.
 
         Inside another recorded call it is a new child of that call's log. Inside a replayed one
         this forward is itself a recompute, and replays the child that the first forward wrote.
         """
-        outer = self.current()
-        if outer is not None and outer[1] == "replay":
-            child = outer[0].take_child()
+        outer, mode = self.current() or (None, None)
+        if outer is not None and mode == "replay":
+            child = outer.take_child()
             if child is not None:
-                return child, "replay"
-            self._count_miss(outer[0], "a checkpointed call", collective=False)
+                return child, True
+            self._count_miss(outer, "a checkpointed call", collective=False)
         recorder: RecomputeReplayRecorder[T] = RecomputeReplayRecorder()
         recorder.name, recorder.labels = self.name, current_labels()
-        recorder._ledger = self._ledger
-        if outer is not None and outer[1] == "record":
-            outer[0]._children.append(recorder)
-        return recorder, "record"
+        recorder.ledger = self._ledger
+        if outer is not None and mode == "record":
+            outer.children.append(recorder)
+        return recorder, False
 
     def _replay(
         self,
@@ -222,10 +227,11 @@ class RecomputeReplay(Generic[T]):
         collective: bool,
         inputs: Any,
     ) -> T:
-        at, child = recorder._position
+        position = recorder.position
+        at = position.record
         missing = at >= len(recorder._records)
         if isinstance(self.on_miss, AgreeOnMiss) and self._any_rank_misses(self.on_miss, missing):
-            recorder._cursor = at + (not missing)
+            position.record += not missing
             recorder.replay_misses += missing
             return detached(run_outside(fn))
         if missing:
@@ -235,11 +241,12 @@ class RecomputeReplay(Generic[T]):
         if note is not None and note.site != site:
             where = place(self.name, site, recorder.labels)
             raise ReplayError(out_of_order(where, at, site, recorder.sites))
-        recorder._position = (at + 1, child)
-        if self._verifying is not None and note is not None:
-            self._examine(recorder, at, value, note.inputs, fn, site, inputs)
-        if note is not None and note.random is not None:
-            note.random.restore()
+        position.record = at + 1
+        if note is not None:
+            if self._verifying is not None:
+                self._examine(recorder, at, value, note.inputs, fn, site, inputs)
+            if note.random is not None:
+                note.random.restore()
         return value
 
     def _any_rank_misses(self, agree: AgreeOnMiss, missing: bool) -> bool:

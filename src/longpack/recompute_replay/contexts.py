@@ -13,63 +13,52 @@ from torch.utils.checkpoint import _StopRecomputationError
 from longpack.errors import LongpackWarning, ReplayError
 from longpack.recompute_replay.miss import early_stopped, place
 from longpack.recompute_replay.outside import RandomState, run_outside
-from longpack.recompute_replay.recorder import RecomputeReplayRecorder
+from longpack.recompute_replay.recorder import Position, RecomputeReplayRecorder
 
 CheckpointContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
+
+# A recorder and its mode, and what is put back on leaving: the position of the replay that this
+# one interrupts in its thread, and the random streams.
+Bound = tuple[RecomputeReplayRecorder | None, str | None, Position | None, RandomState | None]
 
 
 class _Binding(threading.local):
     """Thread-local `(recorder, mode)` binding; `__init__` runs once per thread."""
 
     def __init__(self) -> None:
-        self.recorder: RecomputeReplayRecorder | None = None
-        self.mode: str | None = None
-        self._outer: list[tuple[RecomputeReplayRecorder | None, str | None, Any, Any]] = []
+        # Innermost last. One attribute, as every access to a thread-local takes 0.04 to 0.1 us.
+        self.stack: list[Bound] = [(None, None, None, None)]
 
-    def enter(
-        self,
-        recorder: RecomputeReplayRecorder | None,
-        mode: str,
-        random: RandomState | None = None,
-    ) -> None:
-        """Bind `recorder` until `leave`, which restores `random`; a replay starts at record 0."""
-        resume = None
-        if recorder is not None and mode == "record":
-            recorder.open()
-        elif recorder is not None:
-            resume = recorder._position if self._outer and self._replays(recorder) else None
-            recorder.rewind()
-        self._outer.append((self.recorder, self.mode, resume, random))
-        self.recorder, self.mode = recorder, mode
+    @property
+    def recorder(self) -> RecomputeReplayRecorder | None:
+        return self.stack[-1][0]
 
-    def leave(self) -> None:
-        """Bind again what was bound before the last `enter`."""
-        recorder, mode = self.recorder, self.mode
-        self.recorder, self.mode, resume, random = self._outer.pop()
-        if recorder is not None and mode == "record":
-            recorder.close()
-        elif recorder is not None and resume is not None:
-            recorder._position = resume
-        if random is not None:
-            random.restore()
+    @recorder.setter
+    def recorder(self, recorder: RecomputeReplayRecorder | None) -> None:
+        self.stack[-1] = (recorder, *self.stack[-1][1:])
 
-    def _replays(self, recorder: RecomputeReplayRecorder) -> bool:
-        bound = [(self.recorder, self.mode), *((outer[0], outer[1]) for outer in self._outer)]
-        return any(r is recorder and m == "replay" for r, m in bound)
+    @property
+    def mode(self) -> str | None:
+        return self.stack[-1][1]
+
+    @mode.setter
+    def mode(self, mode: str | None) -> None:
+        self.stack[-1] = (self.stack[-1][0], mode, *self.stack[-1][2:])
 
 
-class Scope:
-    """Binds a recorder in one mode while it is entered."""
+class Record:
+    """Binds a recorder to write to while it is entered; None switches the channel off."""
 
-    __slots__ = ("_binding", "_mode", "_recorder")
+    __slots__ = ("_binding", "_recorder")
 
-    def __init__(
-        self, binding: _Binding, recorder: RecomputeReplayRecorder | None, mode: str
-    ) -> None:
-        self._binding, self._recorder, self._mode = binding, recorder, mode
+    def __init__(self, binding: _Binding, recorder: RecomputeReplayRecorder | None) -> None:
+        self._binding, self._recorder = binding, recorder
 
     def __enter__(self) -> None:
-        self._binding.enter(self._recorder, self._mode)
+        recorder = self._recorder
+        self._binding.stack.append((recorder, "record", None, None))
+        if recorder is not None:
+            recorder.forwards_open += 1
 
     def __exit__(
         self,
@@ -77,29 +66,34 @@ class Scope:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._binding.leave()
+        recorder = self._recorder
+        self._binding.stack.pop()
+        if recorder is not None:
+            recorder.forwards_open -= 1
+            if recorder._records:
+                recorder.count_bytes()
 
 
-class Recompute(Scope):
-    """Replays, and leaves the random streams as it found them.
+class Replay:
+    """Binds a recorder to read from while it is entered, from its first record.
 
-    A replayed decision sets them to where they stood in the forward. The checkpoint puts its
-    caller's streams back, but not with `preserve_rng_state=False`: the numbers of an earlier
+    Every entry has its own position. With `keeps_random` it leaves the random streams as it found
+    them: a replayed decision sets them to where they stood in the forward. The checkpoint puts
+    its caller's streams back, but not with `preserve_rng_state=False`: the numbers of an earlier
     forward would be drawn again in the next step.
     """
 
-    __slots__ = ("_preserve_random",)
+    __slots__ = ("_binding", "_keeps_random", "_recorder")
 
     def __init__(
-        self, binding: _Binding, recorder: RecomputeReplayRecorder, preserve_random: bool
+        self, binding: _Binding, recorder: RecomputeReplayRecorder, keeps_random: bool
     ) -> None:
-        super().__init__(binding, recorder, "replay")
-        self._preserve_random = preserve_random
+        self._binding, self._recorder, self._keeps_random = binding, recorder, keeps_random
 
     def __enter__(self) -> None:
         recorder = self._recorder
-        sets_random = self._preserve_random and recorder is not None and not recorder.is_empty
-        self._binding.enter(recorder, self._mode, RandomState.capture() if sets_random else None)
+        random = RandomState() if self._keeps_random and not recorder.is_empty else None
+        self._binding.stack.append((recorder, "replay", recorder.begin(), random))
 
     def __exit__(
         self,
@@ -107,9 +101,13 @@ class Recompute(Scope):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._binding.leave()
         recorder = self._recorder
-        if kind is _StopRecomputationError and recorder is not None and recorder.has_collective:
+        _, _, position, random = self._binding.stack.pop()
+        if position is not None:
+            recorder.resume(position)
+        if random is not None:
+            random.restore()
+        if kind is _StopRecomputationError and recorder.has_collective:
             where = place(recorder.name, "", recorder.labels)
             warnings.warn(early_stopped(where), LongpackWarning, stacklevel=2)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-_NO_LABELS: Mapping[str, Any] = MappingProxyType({})
-_LABELS: ContextVar[Mapping[str, Any]] = ContextVar("longpack_replay_labels", default=_NO_LABELS)
+NO_LABELS: Mapping[str, Any] = MappingProxyType({})
+_LABELS: ContextVar[Mapping[str, Any]] = ContextVar("longpack_replay_labels", default=NO_LABELS)
 
 
 @dataclass(frozen=True)

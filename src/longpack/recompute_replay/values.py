@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.Size)
 
@@ -30,12 +31,14 @@ def detached(value: Any) -> Any:
     A record that keeps its gradient graph is part of a cycle through C++ that the garbage
     collector cannot see: frame -> record -> grad_fn -> saved tensor -> frame.
     """
-    return map_tensors(_detach, value)
+    if isinstance(value, Tensor):  # the common case, a function call shorter
+        return value.detach() if value.requires_grad else value
+    return map_tensors(detached, value)
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return `value` with `fn` applied to its tensors; parts that do not change are not copied."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return fn(value)
     children = _children(value)
     if children is None:
@@ -50,8 +53,11 @@ def fingerprint(value: Any) -> Any:
     Tensors tell by their version counter and containers by their content. A leaf of any other
     kind is watched by identity alone.
     """
-    if isinstance(value, torch.Tensor):
-        return id(value), _version(value)
+    if isinstance(value, Tensor):
+        try:
+            return id(value), value._version
+        except RuntimeError:  # an inference tensor has none; asking first costs more
+            return id(value), None
     if isinstance(value, _CONSTANTS):
         return (value,)  # a tuple compares by identity first, so that NaN equals itself
     children = _children(value)
@@ -62,21 +68,10 @@ def fingerprint(value: Any) -> Any:
 
 def nbytes(value: Any) -> int:
     """Return the bytes of the leaves of `value`: of a tensor its elements."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.nbytes
-    return sum(leaf.nbytes if isinstance(leaf, torch.Tensor) else sys.getsizeof(leaf)
+    return sum(leaf.nbytes if isinstance(leaf, Tensor) else sys.getsizeof(leaf)
                for leaf in leaves(value))  # fmt: skip
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor._version
-    except RuntimeError:  # an inference tensor has none; asking first costs more than the answer
-        return None
-
-
-def _detach(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
