@@ -9,7 +9,9 @@ import torch
 from longpack.verify.runs import Ran, RunFailedError, run_alone
 from longpack.verify.subject import Subject
 
-FACTOR = 2.0  # of the error that documents one by one have in the same dtype
+# Of the error that documents one by one have in the same dtype. Over 72 runs of six dense and
+# sparse model types, right ones reached 2.0, where a key's bias has a gradient of rounding alone.
+FACTOR = 4.0
 
 
 def half_the_digits(dtype: torch.dtype) -> float:
@@ -22,7 +24,7 @@ def half_the_digits(dtype: torch.dtype) -> float:
 
 def rounding(dtype: torch.dtype) -> float:
     """Return the relative change that another order of the same sums may make."""
-    return 64 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    return max(4 * torch.finfo(dtype).eps, 64 * torch.finfo(torch.float32).eps)
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,6 +60,20 @@ def first_departure(
     return passed_on
 
 
+def flipped_decisions(ours: Trace, theirs: Trace, rows: torch.Tensor) -> dict[str, int]:
+    """Return on how many rows modules that give integers (routers, top-k) give other ones."""
+    flipped = {}
+    for key, call in ours.items():
+        for name, value in call.outputs.items():
+            other = theirs[key].outputs.get(name) if key in theirs else None
+            if other is None or value.is_floating_point() or value.shape != other.shape:
+                continue
+            differ = (value != other)[: len(rows)][rows].flatten(1).any(1)
+            if differ.any():
+                flipped[call.path] = int(differ.sum())
+    return flipped
+
+
 def explain(subject: Subject, path: str) -> str:
     """Say what a module has that longpack does not honour or that mixes rows by itself."""
     module = dict(subject.model.named_modules()).get(path, subject.model)

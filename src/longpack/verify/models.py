@@ -107,6 +107,12 @@ def vocabulary(model: Any) -> int:
     return sizes[0]
 
 
+def has_experts(model: torch.nn.Module) -> bool:
+    """Say whether a transformers model routes rows to experts."""
+    config: Any = getattr(model, "config", None)
+    return any(getattr(config, name, None) for name in EXPERTS)
+
+
 def _from_function(function: Callable[..., Any]) -> Loaded:
     torch.manual_seed(0)  # ranks that are processes must build the same model
     model = function()
