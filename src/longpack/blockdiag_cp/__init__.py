@@ -13,6 +13,7 @@ _HOME = {
     "current_blockdiag_cp_state": "step",
     "carry_step": "carry",
     "cp_blockdiag_sdpa": "attention",
+    "keep_in_recompute": "keep",
     "ShardLayout": "batch",
     "ShardedBatch": "batch",
     "make_cp_blockdiag_batch_and_ctx": "batch",
@@ -27,6 +28,7 @@ __all__ = [
     "carry_step",
     "cp_blockdiag_sdpa",
     "current_blockdiag_cp_state",
+    "keep_in_recompute",
     "make_cp_blockdiag_batch_and_ctx",
     "shard_batch",
 ]
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     )
     from longpack.blockdiag_cp.carry import carry_step
     from longpack.blockdiag_cp.contiguous import ContiguousRows
+    from longpack.blockdiag_cp.keep import keep_in_recompute
     from longpack.blockdiag_cp.step import CpStep, current_blockdiag_cp_state
 
 

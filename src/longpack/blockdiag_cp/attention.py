@@ -1,17 +1,14 @@
 """Block-diagonal causal attention of local queries, over K/V wherever they are."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from longpack.blockdiag_cp import state
 from longpack.blockdiag_cp.carry import resolve_step
-from longpack.blockdiag_cp.overlap import StagedAttention
 from longpack.blockdiag_cp.step import CpStep
 from longpack.collectives import exchange_rows
 from longpack.errors import StepError, UnsupportedError, rank_prefix
-from longpack.kernels import TILED, KernelCall, TiledKernel, attend, choose_kernel
+from longpack.kernels import TILED, KernelCall, attend, choose_kernel
 
 
 def cp_blockdiag_sdpa(
@@ -69,53 +66,23 @@ def cp_blockdiag_sdpa(
         )
     _check_arguments(step, dropout_p, attn_mask, is_causal)
     _check_shapes(step, query, key, value, enable_gqa)
-    call = KernelCall(
-        device_type=query.device.type,
-        dtype=query.dtype,
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim=query.shape[3],
-        v_head_dim=value.shape[3],
-    )
-    kernel = choose_kernel(step.attn_backend, call)
-    state._CP_ATTN_FIRE_COUNT[0] += 1
+    heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+    kernel = _choose(step.attn_backend, query.device.type, query.dtype, *heads)
     # squeezed, not indexed: the backward of an index fills a tensor with zeros first
     rows = tuple(x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    if kernel.name in TILED:
-        out: Any = _Staged.apply(*rows, step.staged, TILED[kernel.name], scale)
+    if kernel in TILED:
+        out, _, _ = torch.ops.longpack.attend(*rows, step.token, kernel, scale)
     else:
+        state._CP_ATTN_FIRE_COUNT[0] += 1
         out = attend(kernel, rows[0], *_bring(rows[1], rows[2], step), step.segments, scale)
     return out.transpose(0, 1).unsqueeze(0)
 
 
-class _Staged(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        staged: StagedAttention,
-        kernel: TiledKernel,
-        scale: float,
-    ) -> torch.Tensor:
-        out, lse, arrived = staged.forward(kernel, query, key, value, scale)
-        ctx.save_for_backward(query, key, value, out, lse, arrived)
-        ctx.staged, ctx.kernel, ctx.scale = staged, kernel, scale
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, lse, arrived = ctx.saved_tensors
-        grad_query, grad_rows = ctx.staged.backward(
-            ctx.kernel, grad, query, key, value, out, lse, arrived, ctx.scale
-        )
-        grad_key, grad_value = grad_rows.split([key.shape[-1], value.shape[-1]], dim=-1)
-        return grad_query, grad_key, grad_value, None, None, None
+@torch.compiler.assume_constant_result
+def _choose(attn_backend: str, device_type: str, dtype: torch.dtype, *heads: int) -> str:
+    """Return the kernel's name; while tracing, a constant of the graph."""
+    return choose_kernel(attn_backend, KernelCall(device_type, dtype, *heads)).name
 
 
 def _bring(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longpack.collectives import (
+    Arriving,
     Stage,
     StagedRoute,
     Transport,
@@ -69,7 +70,13 @@ class StagedAttention:
         return any(self.remote)
 
     def forward(
-        self, kernel: TiledKernel, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self,
+        kernel: TiledKernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        arrived: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend. Every rank calls it.
 
@@ -79,16 +86,17 @@ class StagedAttention:
             key: `[n, num_kv_heads, head_dim]`.
             value: `[n, num_kv_heads, v_head_dim]`.
             scale: softmax scale.
+            arrived: what arrived in an earlier call with the same K and V, on every rank or on
+                none; then nothing is exchanged.
 
         Returns:
             `out` `[n, num_heads, v_head_dim]`, padding zero; `lse` `[n, num_heads]`; and the K
             and V that arrived, `[received, num_kv_heads, head_dim + v_head_dim]`.
         """
-        arriving = start_rows(key, value, self.transport, self.route)
-        stages = range(len(self.remote) if self.route.kind != "none" else 0)
-        if not self.overlap:
-            for number in stages:
-                arriving.wait(number)
+        arriving, rows = None, arrived
+        if rows is None:
+            arriving = self._start(key, value)
+            rows = arriving.rows
         dims = (key.shape[-1], value.shape[-1])
         query, key, value = (_widen(x, max(dims)) for x in (query, key, value))
         # kept in the dtype of lse while pieces are merged, so that it is rounded once
@@ -99,12 +107,13 @@ class StagedAttention:
             out[start:stop].zero_()
             lse[start:stop].fill_(-torch.inf)
         kernel.forward_tiles(self.local.tiles, query, key, value, scale, out, lse)
-        for number in stages:
-            if self.overlap:
+        for number, tiles in enumerate(self.remote if self.route.kind != "none" else ()):
+            if self.overlap and arriving is not None:
                 arriving.wait(number)
-            keys, values = self._arrived(arriving.rows, number, dims)
-            kernel.forward_tiles(self.remote[number], query, keys, values, scale, out, lse)
-        return _narrow(out, dims[1]).to(query.dtype), lse, arriving.rows
+            keys, values = self._arrived(rows, number, dims)
+            kernel.forward_tiles(tiles, query, keys, values, scale, out, lse)
+        # what is returned shares no tensor with what was given, as operators must
+        return _narrow(out, dims[1]).to(query.dtype), lse, rows.detach()
 
     def backward(
         self,
@@ -162,6 +171,13 @@ class StagedAttention:
         total = _pack(near, dims)
         add_home(total, self.route, came_home)
         return _narrow(grad_query, dims[0]).to(dtype), total.to(dtype)
+
+    def _start(self, key: Tensor, value: Tensor) -> Arriving:
+        arriving = start_rows(key, value, self.transport, self.route)
+        if not self.overlap:
+            for number in range(arriving.stages):
+                arriving.wait(number)
+        return arriving
 
     def _unfilled(self, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Return a gradient of local rows that is zero on padding; local tiles fill the rest."""

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 
 from longpack.blockdiag_cp import state
+from longpack.blockdiag_cp.operator import make_token
 from longpack.blockdiag_cp.overlap import StagedAttention
 from longpack.collectives import Route, Transport
 from longpack.errors import StepError
@@ -78,7 +79,7 @@ class CpStep:
         if plan.kv_exchange == "allgather":
             stages = 1
         backend = attn_backend or state.cp_varlen_runtime_config()["attn_backend"]
-        return cls(
+        step = cls(
             plan,
             transport,
             torch.device(device),
@@ -86,6 +87,9 @@ class CpStep:
             overlap,
             1 if stages is None else stages,
         )
+        if step.device.type == "cpu":  # where kernels attend in parts
+            _ = step.token  # now: torch.compile can read a cached property but not make it
+        return step
 
     @cached_property
     def staged(self) -> StagedAttention:
@@ -93,6 +97,11 @@ class CpStep:
         return StagedAttention.make(
             self.plan, self.transport, self.device, self.overlap, self.stages
         )
+
+    @cached_property
+    def token(self) -> torch.Tensor:
+        """What stands for `staged` in an operator's arguments."""
+        return make_token(self.staged)
 
     @cached_property
     def segments(self) -> Segments:

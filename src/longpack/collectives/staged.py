@@ -61,6 +61,11 @@ class Arriving:
     route: StagedRoute
     _pending: list[Pending] = field(repr=False)
 
+    @property
+    def stages(self) -> int:
+        """Stages that travel; none where no rank receives a row."""
+        return len(self._pending)
+
     def wait(self, number: int) -> Tensor:
         """Return one stage's rows in reading order, a view of `rows`; once for each stage."""
         stage, arrived = self.route.stages[number], self._pending[number].wait()
