@@ -68,7 +68,7 @@ def flipped_decisions(ours: Trace, theirs: Trace, rows: torch.Tensor) -> dict[st
             other = theirs[key].outputs.get(name) if key in theirs else None
             if other is None or value.is_floating_point() or value.shape != other.shape:
                 continue
-            differ = (value != other)[: len(rows)][rows].flatten(1).any(1)
+            differ = (value != other)[: len(rows)][rows].reshape(int(rows.sum()), -1).any(1)
             if differ.any():
                 flipped[call.path] = int(differ.sum())
     return flipped
