@@ -88,7 +88,7 @@ BREAKAGES = {
     ),
     "a_replay_decides_again": Breakage(
         "recompute_replay/channel.py",
-        'if binding.mode == "replay":',
+        'if mode == "replay":',
         "if False:",
         "tests/recompute_replay/test_decide.py",
     ),

@@ -1,11 +1,15 @@
 """The replay bench measures what it says."""
 
+import io
 import json
 
+from rich.console import Console
+
 from longpack.bench.replay import record_bytes, run_replay_bench
+from longpack.cli.bench import print_replay
 
 
-def test_the_bench_returns_plain_data() -> None:
+def test_the_bench_returns_plain_data_and_prints_it() -> None:
     result = run_replay_bench(rounds=2)
     assert json.loads(json.dumps(result)) == result
     for name in ("call", "decision", "decision_preserve_random_false"):
@@ -16,6 +20,12 @@ def test_the_bench_returns_plain_data() -> None:
         "decided_twice",
         "saved_ms",
     }
+    console = Console(file=io.StringIO(), width=100)
+    print_replay(result, console)
+    text = console.file.getvalue()
+    assert f"empty checkpointed block: {result['empty_checkpointed_block_us']:.1f} us" in text
+    assert f"{result['decision']['extra_us']:.1f}" in text
+    assert "524,288" in text
 
 
 def test_codecs_keep_an_eighth() -> None:

@@ -66,8 +66,9 @@ def run_uncounted(fn: Callable[[], R]) -> R:
 class RandomState:
     """The random streams of the CPU and of the current accelerator device, as they are now.
 
-    A copy takes 0.6 us and 5,056 bytes for the CPU. Nothing cheaper tells whether a decision drew
-    numbers: the CPU generator has no offset to compare, as the one of a GPU has.
+    A copy takes 0.5 us and 5,056 bytes for the CPU. To find out whether a decision drew numbers, so
+    that one that did not needs no copy, costs more: the CPU generator has no counter, and comparing
+    two copies takes 0.7 us and a dispatch mode 1.8 us.
     """
 
     __slots__ = ("_cpu", "_device")
