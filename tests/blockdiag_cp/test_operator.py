@@ -156,6 +156,7 @@ def test_only_known_parts_are_kept():
         keep_in_recompute("all")
 
 
+@pytest.mark.filterwarnings("ignore:.*activation_checkpointing_enable")
 @pytest.mark.parametrize("what", ["kv", "attention"])
 def test_hugging_face_checkpointing_takes_it(what):
     transformers = pytest.importorskip("transformers")

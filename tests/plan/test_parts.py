@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from longpack import PackedRow, plan_step
 from longpack.plan import LAYOUTS
 from longpack.plan.parts import cut_parts
+from longpack.plan.stages import StageCosts, choose_stages
 from longpack.testing import DANGEROUS_ROWS, packed_rows
 
 
@@ -92,3 +93,26 @@ def test_contiguous_rows_arrive_in_reading_order():
         (stage,) = cut_parts(plan, rank).stages
         assert stage.reading is None
         assert len(stage.remote) == (rank > 0)
+
+
+def test_stages_pay_where_own_work_is_little_and_the_link_slow():
+    """Two ranks, one document, contiguous: rank 1 receives 100 rows for its 100.
+
+    Own rows make 5,050 pairs, arrivals 10,000. With 1 ns a pair and 200 ns a row, one stage is
+    done at 20,000 + 10,000 ns; two at 20,000 + 5,000; four at 20,000 + 2,500, eight at 21,250.
+    """
+    plan = plan_step(PackedRow.from_lengths([200]), 2, "contiguous", "a2a")
+    free = {"exchange_ns": 0.0, "merge_ns": 0.0}
+    assert choose_stages(plan, StageCosts(1.0, 200.0, **free)) == 8
+    assert choose_stages(plan, StageCosts(1.0, 20.0, **free)) == 1  # there before it is needed
+    assert choose_stages(plan, StageCosts(1.0, 200.0, 0.0, 50.0)) == 2  # 5,000 ns a merge
+    assert choose_stages(plan, StageCosts(1.0, 200.0, 6_000.0, 0.0)) == 1
+    assert choose_stages(plan_step(plan.row, 2), StageCosts(1.0, 200.0, **free)) == 1
+
+
+def test_on_the_measured_machine_one_stage_is_enough():
+    row = PackedRow.from_lengths([6000, 300, 2000, 84])
+    assert {choose_stages(plan_step(row, 2, layout, "a2a")) for layout in LAYOUTS} == {1}
+    assert (
+        choose_stages(plan_step(PackedRow.from_lengths([], padding=8), 3, "balanced", "a2a")) == 1
+    )

@@ -87,6 +87,8 @@ def shard_batch(
     text_row: int | None = None,
     cost_model: CostModel | None = None,
     check_agreement: bool | None = None,
+    overlap: bool = True,
+    stages: int | None = None,
 ) -> ShardedBatch:
     """Split a batch of packed documents over the cp axis.
 
@@ -110,6 +112,7 @@ def shard_batch(
         cost_model: what layout `auto` predicts with, the same on every rank.
         check_agreement: compare plans over the ranks before anything else. By default on the
             first step of each axis; True for this one too, False to skip.
+        overlap, stages: how the K/V exchange hides behind attention; see `CpStep.make`.
 
     Raises:
         PackingError: documents missing, contradicting, or a tensor that cannot be split.
@@ -127,7 +130,8 @@ def shard_batch(
 
     agreed = agree_on_plan(plan, transport, check_agreement)
     primary = batch["input_ids" if batch.get("input_ids") is not None else "inputs_embeds"]
-    step = CpStep.make(agreed, transport, primary.device, attn_backend)
+    device = primary.device
+    step = CpStep.make(agreed, transport, device, attn_backend, overlap=overlap, stages=stages)
     inputs = _split(batch, step, padding_token_id)
     inputs.update(_split_labels(batch, step, dp_mesh))
     inputs.update(cp_step=step, use_cache=False)

@@ -13,6 +13,7 @@ from longpack.collectives import Route, Transport
 from longpack.errors import StepError
 from longpack.kernels import Segments
 from longpack.plan import Plan
+from longpack.plan.stages import choose_stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,9 @@ class CpStep:
             )
         if stages is not None and stages < 1:
             raise StepError(f"stages={stages} must be at least 1")
-        if plan.kv_exchange == "allgather":
+        if stages is None:
+            stages = choose_stages(plan)
+        elif plan.kv_exchange == "allgather":
             stages = 1
         backend = attn_backend or state.cp_varlen_runtime_config()["attn_backend"]
         step = cls(
@@ -85,7 +88,7 @@ class CpStep:
             torch.device(device),
             state.normalize_attn_backend(backend),
             overlap,
-            1 if stages is None else stages,
+            stages,
         )
         if step.device.type == "cpu":  # where kernels attend in parts
             _ = step.token  # now: torch.compile can read a cached property but not make it

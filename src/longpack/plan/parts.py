@@ -125,17 +125,26 @@ def _bounds(plan: Plan, rank: int, arrived: np.ndarray) -> tuple[Ints, Ints]:
 def _shares_arrivals(plan: Plan) -> bool:
     """Say whether, on any rank, two segments of one document read rows of other ranks."""
     p = plan.pieces
-    order = np.lexsort((p.start, p.doc, p.owner))
-    owner, doc, start = p.owner[order], p.doc[order], p.start[order]
-    size = (p.stop - p.start)[order]
+    order, own = own_before(plan)
+    owner, doc = p.owner[order], p.doc[order]
     follows = (owner[1:] == owner[:-1]) & (doc[1:] == doc[:-1])
-    # an earlier segment reads arrivals where not all rows before it are this rank's
-    first = np.append(True, ~follows)[: order.size]
-    run = np.cumsum(first) - 1
-    before = np.concatenate([[0], np.cumsum(size)])[:-1]
-    own = before - before[first][run] if order.size else before
-    reads = start - p.doc_start[order] > own
+    reads = (p.start - p.doc_start)[order] > own
     return bool((reads[:-1] & follows).any())
+
+
+def own_before(plan: Plan) -> tuple[Ints, Ints]:
+    """Count the rows of its document that a piece's rank holds before it.
+
+    Returns:
+        Piece numbers by rank, document and row; and for each the count.
+    """
+    p = plan.pieces
+    order = np.lexsort((p.start, p.doc, p.owner))
+    owner, doc, size = p.owner[order], p.doc[order], (p.stop - p.start)[order]
+    first = np.ones(order.size, dtype=bool)
+    first[1:] = (owner[1:] != owner[:-1]) | (doc[1:] != doc[:-1])
+    before = np.cumsum(size) - size
+    return order, before - before[first][np.cumsum(first) - 1]
 
 
 def _tuples(table: Ints) -> tuple[Segment, ...]:
