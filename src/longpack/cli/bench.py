@@ -8,11 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from longpack.cli.bench_layouts import calibrate, layouts, straggler
+from longpack.cli.bench_ranks import ranks
 
 bench = App(name="bench", help="Measure on this machine, against what people do today.")
 bench.command(layouts)
 bench.command(calibrate)
 bench.command(straggler)
+bench.command(ranks)
 
 
 @bench.command
