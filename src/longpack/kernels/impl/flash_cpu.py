@@ -157,8 +157,17 @@ def _key_blocks(tile: Tile, rows: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor, start: int, length: int, count: int) -> Tensor:
-    """View rows [T, H, ...] as [count, H, length, ...]."""
-    return rows.narrow(0, start, count * length).unflatten(0, (count, length)).transpose(1, 2)
+    """View rows [T, H, ...] as [count, H, length, ...].
+
+    One call for what narrow, unflatten and transpose do in three: a document of few tokens is
+    viewed fourteen times, forward and backward, which is most of its time.
+    """
+    row, head, *rest = rows.stride()
+    return rows.as_strided(
+        (count, rows.shape[1], length, *rows.shape[2:]),
+        (length * row, head, row, *rest),
+        rows.storage_offset() + start * row,
+    )
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
