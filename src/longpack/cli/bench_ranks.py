@@ -79,9 +79,11 @@ def print_ranks(result: dict[str, Any], console: Console) -> None:
         console.print(table)
     for name, reason in result["not_run"].items():
         console.print(f"not run: {name}: {reason}", highlight=False, soft_wrap=True)
+    loop = 1 / result["processor_over_balanced"]["document_loop"]
     hidden, waited = (result["exposed_ms"][name] for name in ("hidden", "waited"))
     console.print(
-        f"balanced a2a / document loop on one thread: {result['balanced_over_document_loop']:.3f}\n"
+        f"balanced a2a / document loop on one thread: {result['balanced_over_document_loop']:.3f}, "
+        f"in processor time of the busiest rank {loop:.3f}\n"
         f"waited for a link slowed by {result['delay_ms']:g} ms, both ways: {hidden:.1f} ms with "
         f"overlap, {waited:.1f} ms without",
         highlight=False,
