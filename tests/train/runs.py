@@ -1,5 +1,7 @@
 """Small runs for the tests of this room."""
 
+import json
+
 from longpack.train.config import parse_config
 
 LLAMA = {
@@ -40,3 +42,11 @@ def make_config(folder, **sections):
     if not (folder / "documents").is_dir():
         write_documents(folder / "documents")
     return parse_config(run_text(folder, **sections), folder)
+
+
+def saved_in(folder, step):
+    """Return step, cursor and the digests of all that a checkpoint holds of the model."""
+    path = folder / "checkpoints" / f"step-{step:08d}" / "progress.json"
+    content = json.loads(path.read_text())
+    del content["digest"], content["files"][".metadata"]  # it holds an id of the save
+    return content

@@ -1,7 +1,6 @@
 """What every step reports, and the file that keeps it."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from longpack.errors import RunError
 from longpack.plan import plan_step
 from longpack.train.config import ParallelSection
+from longpack.train.durable import sync_file, write_file, writing
 from longpack.train.rows import Row
 
 
@@ -102,34 +103,77 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """A JSON-lines file, one line a step, that a kill can at most cut in its last line.
+    """A JSON-lines file, one line a step; a crash loses no line that a checkpoint covers.
 
     Args:
         path: created when missing.
-        step: lines of later steps, and a torn last line, are taken out: those steps will run
-            again.
+        step: of the checkpoint that the run goes on from. Lines after it, whatever they hold, are
+            taken out: those steps will run again.
+
+    Raises:
+        RunError: the file cannot be written, or a line up to `step` is damaged or missing.
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = [record for record in read_metrics(path) if record["step"] <= step]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(partial, path)
-        self._file = path.open("a")
+        kept = read_metrics(path, step)
+        write_file(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step."""
-        self._file.write(json.dumps(metrics.record()) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(metrics.record()) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Bring the lines to the disk, before the checkpoint that covers them."""
+        with writing(self._path):
+            sync_file(self._file)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, without a torn last line; none when it is missing."""
-    if not path.is_file():
+def read_metrics(path: Path, last: int | None = None) -> list[dict[str, Any]]:
+    """Return the records of a metrics file, without a torn last line; none when it is missing.
+
+    Args:
+        path: the file.
+        last: the step to stop after; what follows is not looked at.
+
+    Raises:
+        RunError: a line is no record of the step after the line before, or `last` is not there.
+            Numbers are not checked.
+    """
+    if last == 0 or not path.is_file():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    remedy = "Restore it from a copy, or take it away to go on without the earlier lines"
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        record = _record(line)
+        if record is None or (records and record["step"] != records[-1]["step"] + 1):
+            raise RunError(f"{path} is damaged, line {number} is no record of its step. {remedy}")
+        records.append(record)
+        if record["step"] == last:
+            return records
+    if last is not None and records:
+        raise RunError(
+            f"{path} is damaged, it ends at step {records[-1]['step']} and the checkpoint is of "
+            f"step {last}. {remedy}"
+        )
+    return records
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return what a line holds, None if it is no record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    numbers = [record.get(name) for name in _NEEDED] if isinstance(record, dict) else [None]
+    return record if all(type(n) in (int, float) for n in numbers) else None
+
+
+_NEEDED = ("step", "loss", "tokens_per_s")  # what is read from a file later on

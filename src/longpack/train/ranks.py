@@ -89,29 +89,52 @@ def agree(prepare: Callable[[], T], identity: Callable[[T], str]) -> T:
         RunError: on every rank that could prepare, where another could not or got other things;
             a rank that could not prepare raises its own error.
     """
-    world = as_transport(dist.group.WORLD)
-    made: T | None = None
+    made: list[T] = []
+
+    def vote() -> str:
+        made.append(prepare())
+        return identity(made[0])
+
+    votes = gather(vote, "begin")
+    for rank, theirs in enumerate(votes):
+        if theirs != identity(made[0]):
+            raise RunError(
+                f"{_prefix()}the run is {identity(made[0])} here but {theirs} on rank {rank}: give "
+                "every rank the same run file, and machines the same data"
+            )
+    return made[0]
+
+
+def gather(work: Callable[[], T], doing: str) -> list[T]:
+    """Return what `work` gives on every rank, in rank order; every rank calls it.
+
+    Args:
+        work: gives something picklable; may raise a `LongpackError`, which is told to the others.
+        doing: what it does, for the message.
+
+    Raises:
+        RunError: on every rank that could do it, where another could not; a rank that could not
+            raises its own error.
+    """
+    value: T | None = None
     error: LongpackError | None = None
     try:
-        made = prepare()
+        value = work()
     except LongpackError as raised:
         error = raised
     votes = collect_votes(
-        world, None if made is None else identity(made), None if error is None else str(error)
+        as_transport(dist.group.WORLD), value, None if error is None else str(error)
     )
     if error is not None:
         raise error
-    assert made is not None
-    prefix = rank_prefix(world.rank, world.world_size, "world")
     for rank, vote in enumerate(votes):
         if vote.failure is not None:
-            raise RunError(f"{prefix}rank {rank} cannot begin, so none does: {vote.failure}")
-        if vote.value != identity(made):
-            raise RunError(
-                f"{prefix}the run is {identity(made)} here but {vote.value} on rank {rank}: give "
-                "every rank the same run file, and machines the same data"
-            )
-    return made
+            raise RunError(f"{_prefix()}rank {rank} cannot {doing}, so none does: {vote.failure}")
+    return [vote.value for vote in votes]  # pyright: ignore[reportReturnType]
+
+
+def _prefix() -> str:
+    return rank_prefix(dist.get_rank(), dist.get_world_size(), "world")
 
 
 def _device(parallel: ParallelSection) -> torch.device:

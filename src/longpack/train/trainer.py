@@ -1,6 +1,5 @@
 """The training loop."""
 
-import json
 import math
 import statistics
 import time
@@ -17,12 +16,13 @@ from longpack.errors import RunError, StepError
 from longpack.train import checkpoint
 from longpack.train.checkpoint import Progress
 from longpack.train.config import RunConfig
+from longpack.train.durable import read_json, write_json
 from longpack.train.gradients import clip_gradients, sum_gradients
 from longpack.train.metrics import MetricsFile, StepMetrics, Traffic, read_metrics
 from longpack.train.model import attention_calls, kv_shape, shard_parameters
 from longpack.train.prepare import Prepared, prepare
 from longpack.train.probe import BoundaryProbe, probe_boundaries
-from longpack.train.ranks import Ranks, agree, join_ranks
+from longpack.train.ranks import Ranks, agree, gather, join_ranks
 from longpack.train.rows import Cursor, Row
 
 PROBE_SEARCH = 64  # rows looked at for one with two documents
@@ -109,9 +109,7 @@ class _Trainer:
         self.progress = loaded or Progress(0, Cursor())
         self.resumed_from = self.progress.step
         self.metrics: MetricsFile | None = None
-        if ranks.rank == 0:
-            checkpoint.begin(self.folder, prepared.fingerprint)
-            self.metrics = MetricsFile(self.folder / "metrics.jsonl", self.resumed_from)
+        gather(self._claim_folder, "begin")
 
     def steps(self) -> Iterator[StepMetrics]:
         """Run the steps that are left, saving as the run file says."""
@@ -123,8 +121,15 @@ class _Trainer:
             if self.metrics is not None:
                 self.metrics.write(metrics)
             if every and (step % every == 0 or step == last):
+                if self.metrics is not None:
+                    self.metrics.sync()
                 checkpoint.save(self.folder, self.progress, self.model, self.optimizer)
             yield metrics
+
+    def _claim_folder(self) -> None:
+        if self.ranks.rank == 0:
+            checkpoint.begin(self.folder, self.prepared.fingerprint)
+            self.metrics = MetricsFile(self.folder / "metrics.jsonl", self.resumed_from)
 
     def finish(self) -> RunSummary:
         """Probe where asked, and write the summary."""
@@ -146,8 +151,7 @@ class _Trainer:
             probe=probe,
         )
         if self.ranks.rank == 0:
-            text = json.dumps(asdict(summary), indent=2)
-            (self.folder / "summary.json").write_text(text + "\n")
+            write_json(self.folder / "summary.json", asdict(summary))
         return summary
 
     def _step(self, step: int, rows: list[Row]) -> StepMetrics:
@@ -251,7 +255,15 @@ def _check_finite(step: int, loss: float, grad_norm: float) -> None:
 
 
 def load_summary(folder: Path) -> RunSummary:
-    """Read the summary that a run left in its folder."""
-    content = json.loads((folder / "summary.json").read_text())
-    probe = content.pop("probe")
-    return RunSummary(**content, probe=None if probe is None else BoundaryProbe(**probe))
+    """Read the summary that a run left in its folder.
+
+    Raises:
+        RunError: it is missing or damaged.
+    """
+    path, remedy = folder / "summary.json", "Run the same command again to write it anew"
+    content = read_json(path, remedy)
+    try:
+        probe = content.pop("probe")
+        return RunSummary(**content, probe=None if probe is None else BoundaryProbe(**probe))
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path} is damaged, its fields are others: {error}. {remedy}") from None
