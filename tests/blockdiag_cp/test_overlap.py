@@ -168,7 +168,7 @@ def test_own_rows_are_attended_while_others_travel():
     ]
     assert journal(True, 2) == [
         *("start", "start", "own tiles", "wait", "arrived tiles", "wait", "arrived tiles"),
-        *("backward", "arrived tiles", "arrived tiles", "start", "start"),
+        *("backward", "arrived tiles", "start", "arrived tiles", "start"),
         *("own tiles", "wait", "wait"),
     ]
 

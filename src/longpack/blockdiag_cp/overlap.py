@@ -144,30 +144,22 @@ class StagedAttention:
             grad_query = query.new_zeros(query.shape, dtype=precise)
         else:
             grad_query = self._unfilled(query, width, dtype)
-        far = arrived.new_zeros(
-            (*arrived.shape[:2], 2 * width), dtype=precise if self.route.wide else dtype
-        )
+        sent_home = []
         for number, tiles in enumerate(self.remote if travels else ()):
-            stage = self.route.stages[number]
-            kernel.backward_tiles(
-                tiles,
-                grad_out,
-                query,
-                *self._arrived(arrived, number, dims),
-                out,
-                lse,
-                scale,
-                grad_query,
-                *_halves(far[stage.first : stage.stop]),
+            keys, values = self._arrived(arrived, number, dims)
+            far = keys.new_zeros(
+                (*keys.shape[:2], 2 * width), dtype=precise if self.route.wide else dtype
             )
-        home = start_home(_pack(far, dims), self.transport, self.route)
-        came_home = [] if self.overlap else [pending.wait() for pending in home]
+            inputs = (grad_out, query, keys, values, out, lse, scale, grad_query, *_halves(far))
+            kernel.backward_tiles(tiles, *inputs)
+            sent_home.append(start_home(_pack(far, dims), self.transport, self.route, number))
+        came_home = [] if self.overlap else [pending.wait() for pending in sent_home]
         near = self._unfilled(key, 2 * width, precise if travels else dtype)
         tiles = self.adding if self.merges else self.local.tiles
         inputs = (grad_out, query, key, value, out, lse, scale, grad_query, *_halves(near))
         kernel.backward_tiles(tiles, *inputs, fresh_keys=True)
         if self.overlap:
-            came_home = [pending.wait() for pending in home]
+            came_home = [pending.wait() for pending in sent_home]
         total = _pack(near, dims)
         add_home(total, self.route, came_home)
         return _narrow(grad_query, dims[0]).to(dtype), total.to(dtype)

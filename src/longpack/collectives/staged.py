@@ -103,19 +103,22 @@ def start_rows(key: Tensor, value: Tensor, transport: Transport, route: StagedRo
     return Arriving(rows, route, pending)
 
 
-def start_home(grad: Tensor, transport: Transport, route: StagedRoute) -> list[Pending]:
-    """Start to send the gradient of `Arriving.rows` to the rows' owners. Every rank calls it.
+def start_home(grad: Tensor, transport: Transport, route: StagedRoute, number: int) -> Pending:
+    """Start to send the gradient of one stage's rows to their owners. Every rank calls it.
 
     Only rows that were read have a gradient, so an all-gather's go home like an all-to-all's.
+
+    Args:
+        grad: in reading order, as `Arriving.wait` returned the rows.
+        transport: the axis.
+        route: this rank's part.
+        number: the stage.
     """
-    pending = []
-    for stage in route.stages if route.kind != "none" else ():
-        rows = grad[stage.first : stage.stop]
-        if stage.reading is not None:
-            rows = torch.empty_like(rows).index_copy_(0, stage.reading, rows)
-        start = _starter(transport, route.kind)
-        pending.append(start(rows, stage.receive_counts, stage.send_counts))
-    return pending
+    stage = route.stages[number]
+    if stage.reading is not None:
+        grad = torch.empty_like(grad).index_copy_(0, stage.reading, grad)
+    start = _starter(transport, route.kind)
+    return start(grad, stage.receive_counts, stage.send_counts)
 
 
 def add_home(total: Tensor, route: StagedRoute, arrived: list[Tensor]) -> None:
