@@ -74,6 +74,18 @@ BREAKAGES = {
         "torch.maximum(",
         "tests/kernels -k merge",
     ),
+    "gradients_that_come_home_are_forgotten": Breakage(
+        "blockdiag_cp/overlap.py",
+        "        add_home(total, self.route, came_home)\n",
+        "",
+        "tests/blockdiag_cp/test_attention.py -k single_document",
+    ),
+    "kept_kv_of_another_call_are_taken": Breakage(
+        "blockdiag_cp/kept.py",
+        "or self._rows[self._at][0] is not staged",
+        "",
+        "tests/blockdiag_cp/test_operator.py -k another_call",
+    ),
     "a_window_is_ignored": Breakage(
         "integrations/huggingface/attention.py",
         "if value >= longest:",
