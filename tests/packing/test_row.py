@@ -200,7 +200,9 @@ def test_batches_that_say_nothing_or_too_much():
         read_documents({"doc_ids": torch.ones(1, 8)})
     with pytest.raises(PackingError, match=r"input_ids has shape \(8,\)"):
         read_documents({"input_ids": torch.zeros(8), "doc_ids": torch.ones(8)})
-    with pytest.raises(PackingError, match="doc_ids covers 6 rows, but the batch holds 1 x 8"):
+    with pytest.raises(
+        PackingError, match=r"doc_ids has shape \(1, 6\), but the batch holds 1 x 8"
+    ):
         read_documents(batch(doc_ids=torch.ones(1, 6)))
     two = {"input_ids": torch.zeros(2, 4), "cu_seqlens": torch.tensor([0, 3, 8])}
     with pytest.raises(PackingError, match="across the end of batch row 0"):

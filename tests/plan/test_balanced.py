@@ -151,7 +151,7 @@ def test_the_tolerance_is_part_of_the_name():
     with pytest.raises(PlanError, match="only balanced takes a tolerance"):
         plan_step(row, 8, "balanced:much")
     for wrong in ("0.9", "nan", "inf"):
-        with pytest.raises(PlanError, match=f"tolerance={wrong} must be a number of at least 1"):
+        with pytest.raises(PlanError, match=f"balanced:{wrong}.*a number of at least 1"):
             plan_step(row, 8, f"balanced:{wrong}")
 
 

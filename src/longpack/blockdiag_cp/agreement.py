@@ -24,10 +24,10 @@ def agree_on_plan(make_plan: Callable[[], Plan], transport: Transport, check: bo
     if transport.world_size == 1 or check is False or (check is None and not fresh):
         return make_plan()
     plan: Plan | None = None
-    error: LongpackError | None = None
+    error: ValueError | LongpackError | None = None
     try:
         plan = make_plan()
-    except LongpackError as raised:
+    except (ValueError, LongpackError) as raised:  # knobs raise a plain ValueError
         error = raised
     summary = None if plan is None else (plan.digest, plan.layout, plan.kv_exchange, plan.row)
     votes = collect_votes(transport, summary, None if error is None else str(error))

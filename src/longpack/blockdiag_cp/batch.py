@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from longpack.blockdiag_cp import state
@@ -24,6 +25,7 @@ from longpack.packing import (
 from longpack.plan import CostModel, Plan, plan_step
 
 LABEL_KEYS = ("labels", "shift_labels")
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _CONSUMED = {*DOCUMENT_KEYS, *PADDED_KEYS, *LENGTH_KEYS, *LABEL_KEYS, *PRIMARY}
 
 
@@ -60,10 +62,11 @@ class ShardedBatch:
                 the result is `[B, S, ...]`.
         """
         step, length = self.step, self.plan.row.length
-        if x.shape[dim] != self.plan.local_length:
+        fits = _is_strided(x) and type(dim) is int and -x.dim() <= dim < x.dim()
+        if not fits or x.shape[dim] != self.plan.local_length:
             raise PackingError(
-                f"x has {x.shape[dim]} rows along dim={dim}, a shard has "
-                f"{self.plan.local_length}: pass this rank's local rows and their dim"
+                f"x is {_shown(x)} with rows along dim={dim!r}, a shard has "
+                f"{self.plan.local_length} rows: pass this rank's local rows and their dim"
             )
         ranks = range(step.world_size)
         rows = torch.cat([torch.from_numpy(self.plan.shards.rows(r)) for r in ranks])
@@ -120,41 +123,79 @@ def shard_batch(
             every rank when agreement is checked.
     """
     transport = as_transport(cp_mesh)
-    exchange = kv_exchange or state.cp_varlen_runtime_config()["kv_exchange"]
+    knobs = state.cp_varlen_runtime_config()
+    exchange = knobs["kv_exchange"] if kv_exchange is None else kv_exchange
+    backend = knobs["attn_backend"] if attn_backend is None else attn_backend
 
-    def plan() -> Plan:
+    def plan() -> Plan:  # what may fail on one rank fails here, so that the others hear of it
         _check_keys(batch)
         row = read_documents(batch, text_row=text_row)
+        _check_dtypes(batch, padding_token_id)
+        _axes(dp_mesh)
+        state.normalize_attn_backend(backend)
         knob = state.normalize_kv_exchange(exchange)
         return plan_step(row, transport.world_size, layout, knob, cost_model)
 
     agreed = agree_on_plan(plan, transport, check_agreement)
     primary = batch["input_ids" if batch.get("input_ids") is not None else "inputs_embeds"]
-    device = primary.device
-    step = CpStep.make(agreed, transport, device, attn_backend, overlap=overlap, stages=stages)
+    knob = state.normalize_attn_backend(backend)
+    step = CpStep.make(agreed, transport, primary.device, knob, overlap=overlap, stages=stages)
     inputs = _split(batch, step, padding_token_id)
-    inputs.update(_split_labels(batch, step, dp_mesh))
+    inputs.update(_split_labels(batch, step, _axes(dp_mesh)))
     inputs.update(cp_step=step, use_cache=False)
     return ShardedBatch(inputs, step, batch_shape(batch)[0])
+
+
+def _axes(mesh: Any) -> list[Transport]:
+    return [] if mesh is None else [as_transport(mesh)]
+
+
+def _is_strided(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not x.is_nested and x.layout is torch.strided
+
+
+def _shown(x: Any) -> str:
+    if _is_strided(x):
+        return f"{tuple(x.shape)}"
+    return f"a tensor of layout {x.layout}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
     """Refuse what would otherwise be dropped or split wrongly."""
     b, s = batch_shape(batch)
     for key, value in batch.items():
-        if key in _CONSUMED - set(LABEL_KEYS) or value is None:
+        if key in _CONSUMED - {*LABEL_KEYS, *PRIMARY} or value is None:
             continue
-        if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != (b, s):
-            shown = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if not _is_strided(value) or tuple(value.shape[:2]) != (b, s):
             raise PackingError(
-                f"batch[{key!r}] is {shown}, not a tensor of [{b}, {s}, ...] that can be split by "
-                "rows: take it out of the batch and pass it to the model yourself"
+                f"batch[{key!r}] is {_shown(value)}, not a tensor of [{b}, {s}, ...] that can be "
+                "split by rows: take it out of the batch and pass it to the model yourself"
             )
     if batch.get("labels") is not None and batch.get("shift_labels") is not None:
         raise PackingError(
             "the batch holds labels and shift_labels: pass labels, which are shifted here, or "
             "shift_labels, which are taken as they are"
         )
+
+
+def _check_dtypes(batch: Mapping[str, Any], padding_token_id: int) -> None:
+    """Refuse ids and labels whose dtype cannot hold what fills them."""
+    fills = {"input_ids": padding_token_id, "labels": IGNORE, "shift_labels": IGNORE}
+    for key, fill in fills.items():
+        x = batch.get(key)
+        if x is None:
+            continue
+        limits = torch.iinfo(x.dtype) if x.dtype in INTEGER_DTYPES else None
+        if limits is None or type(fill) is not int or not limits.min <= fill <= limits.max:
+            raise PackingError(
+                f"{key} are {x.dtype} and are filled with {fill!r} (padding_token_id, or -100 "
+                "where there is no target): both must be integers, and the dtype wide enough"
+            )
+        if key != "input_ids" and (x.is_meta or x.dim() != 2):
+            raise PackingError(
+                f"{key} are {tuple(x.shape)} on {x.device}: pass [B, S] with data, whose targets "
+                "can be counted"
+            )
 
 
 def _split(batch: Mapping[str, Any], step: CpStep, padding_token_id: int) -> dict[str, Any]:
@@ -169,7 +210,9 @@ def _split(batch: Mapping[str, Any], step: CpStep, padding_token_id: int) -> dic
         counted = torch.from_numpy(step.plan.row.position_ids()).to(step.device)
         inputs["position_ids"] = _local_rows(counted, step, 0)
     else:
-        inputs["position_ids"] = _local_positions(torch.as_tensor(positions), step)
+        if not isinstance(positions, torch.Tensor):
+            positions = torch.tensor(np.asarray(positions).tolist())  # any strides
+        inputs["position_ids"] = _local_positions(positions, step)
     return inputs
 
 
@@ -181,7 +224,7 @@ def _local_positions(positions: torch.Tensor, step: CpStep) -> torch.Tensor:
     return _local_rows(per_row, step, 0)[0].movedim(0, 1)[:, None]
 
 
-def _split_labels(batch: Mapping[str, Any], step: CpStep, dp_mesh: Any) -> dict[str, Any]:
+def _split_labels(batch: Mapping[str, Any], step: CpStep, dp: list[Transport]) -> dict[str, Any]:
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if labels is None and shifted is None:
         return {}
@@ -189,7 +232,6 @@ def _split_labels(batch: Mapping[str, Any], step: CpStep, dp_mesh: Any) -> dict[
         targets = shifted.flatten()
     else:
         targets = next_token_targets(labels.flatten(), step.plan.row)
-    dp: list[Transport] = [] if dp_mesh is None else [as_transport(dp_mesh)]
     local = _local_rows(targets, step, IGNORE)
     return {
         "labels": local,
@@ -246,15 +288,13 @@ def make_cp_blockdiag_batch_and_ctx(
         `(ctx, batch, layout)`: `with ctx():` activates the step around forward and backward;
         the local batch, with `padding_mask` (True on padding) and the given keys only.
     """
-    whole = dict(batch)
-    if "_packed_seq_ids" in whole:
-        whole["doc_ids"] = whole.pop("_packed_seq_ids")
-    labels = whole.pop("labels", None)
-    if labels is not None:
-        kept = labels if loss_mask is None else labels.masked_fill(loss_mask == 0, IGNORE)
-        whole["shift_labels"] = kept
-    if loss_mask is not None:
-        whole["loss_mask"] = loss_mask
+    whole: Any = batch
+    if isinstance(batch, Mapping):
+        whole = dict(batch)
+        if whole.get("shift_labels") is None:
+            whole["shift_labels"] = whole.pop("labels", None)
+        if loss_mask is not None:
+            whole["loss_mask"] = loss_mask
     sharded = shard_batch(whole, cp_mesh, "contiguous", padding_token_id)
     step, row = sharded.step, sharded.plan.row
     real = torch.from_numpy(row.doc_ids() > 0).to(step.device)
@@ -262,7 +302,12 @@ def make_cp_blockdiag_batch_and_ctx(
     for added in ("cp_step", "use_cache", "shift_labels", "num_items_in_batch"):
         local.pop(added, None)
     local["padding_mask"] = ~_local_rows(real, step, False)
-    if labels is not None:
-        local["labels"] = local["labels"].masked_fill(local["padding_mask"], IGNORE)
+    if "labels" in local:
+        lost = local["padding_mask"].to(local["labels"].device)
+        if loss_mask is not None and loss_mask.is_meta:
+            raise PackingError("loss_mask is on meta, without data: pass it on a device")
+        if loss_mask is not None:
+            lost = lost | (local["loss_mask"] == 0).to(lost.device)
+        local["labels"] = local["labels"].masked_fill(lost, IGNORE)
     layout = ShardLayout(row.length, sharded.plan.padded_length, sharded.plan)
     return (lambda: step), local, layout

@@ -12,6 +12,7 @@ from longpack.packing.row import PackedRow
 PRIMARY = ("input_ids", "inputs_embeds")
 DOCUMENT_KEYS = (
     "doc_ids",
+    "_packed_seq_ids",
     "seq_idx",
     "cu_seqlens",
     "cu_seq_lens_q",
@@ -27,17 +28,22 @@ LENGTH_KEYS = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "ma
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return `(B, S)` of the one primary tensor, `input_ids` or `inputs_embeds`."""
+    if not isinstance(batch, Mapping):
+        raise PackingError(f"the batch is {type(batch).__name__}; it must map names to tensors")
     present = [key for key in PRIMARY if batch.get(key) is not None]
     if len(present) != 1:
         found = "both" if present else "neither"
         raise PackingError(
-            f"the batch holds {found} of input_ids and inputs_embeds (keys: {sorted(batch)}): "
+            f"the batch holds {found} of input_ids and inputs_embeds (keys: {[*batch]}): "
             "pass exactly one"
         )
-    shape = tuple(batch[present[0]].shape)
-    if len(shape) != (2 if present[0] == "input_ids" else 3):
-        wanted = "[B, S]" if present[0] == "input_ids" else "[B, S, hidden]"
-        raise PackingError(f"{present[0]} has shape {shape}; it must be {wanted}")
+    name, value = present[0], batch[present[0]]
+    if getattr(value, "is_nested", False) or not hasattr(value, "shape"):
+        raise PackingError(f"{name} is {type(value).__name__} without one shape; pass a tensor")
+    shape = tuple(value.shape)
+    if len(shape) != (2 if name == "input_ids" else 3):
+        wanted = "[B, S]" if name == "input_ids" else "[B, S, hidden]"
+        raise PackingError(f"{name} has shape {shape}; it must be {wanted}")
     return shape[0], shape[1]
 
 
@@ -61,13 +67,13 @@ def read_documents(batch: Mapping[str, Any], *, text_row: int | None = None) -> 
     claims = _claims(batch, b, s, text_row)
     if not claims:
         raise PackingError(
-            f"the batch (keys: {sorted(batch)}) does not say where its documents are: add one of "
+            f"the batch (keys: {[*batch]}) does not say where its documents are: add one of "
             f"{', '.join(DOCUMENT_KEYS)}"
         )
     real = _agreed_padding(claims)
     bounded = {key: row for key, (row, speaks) in claims.items() if speaks != "padding"}
     if not bounded:  # a 0/1 mask alone: now its holes matter
-        return PackedRow.from_attention_mask(batch["attention_mask"])
+        return PackedRow.from_attention_mask(real.reshape(b, s))
     return _agreed_documents(bounded, real)
 
 
@@ -83,30 +89,49 @@ def _claims(
         if key.startswith("cu_seq"):
             row, speaks = _from_offsets(batch, key, b, s), "both"
         elif key == "position_ids":
-            row, speaks = PackedRow.from_position_ids(value, text_row=text_row), "bounds"
+            ids = _in_rows(read.text_positions(value, text_row), key, b, s)
+            row, speaks = PackedRow.from_position_ids(ids), "bounds"
         elif key == "attention_mask":
-            row, speaks = _from_mask(value)
+            row, speaks = _from_mask(value, b, s)
         else:
+            ids = _in_rows(read.integers(value, key, dims=(1, 2)), key, b, s)
             padding_id = -1 if key == "seq_idx" else 0
-            row, speaks = PackedRow.from_doc_ids(value, padding_id=padding_id), "both"
-        if row.length != b * s:
-            raise PackingError(
-                f"{key} covers {row.length} rows, but the batch holds {b} x {s} = {b * s} tokens"
-            )
+            row, speaks = PackedRow.from_doc_ids(ids, padding_id=padding_id), "both"
         claims[key] = (row, speaks)
     return claims
 
 
-def _from_mask(value: Any) -> tuple[PackedRow, str]:
-    mask = read.array(value)
-    if mask.ndim == 2 and (mask.size == 0 or mask.max() <= 1):
-        return PackedRow.from_doc_ids(mask), "padding"
-    return PackedRow.from_attention_mask(mask), "both"
+def _in_rows(ids: np.ndarray, key: str, b: int, s: int) -> np.ndarray:
+    """Return `[B, S]` of what is given so, or laid end to end; batch rows end documents."""
+    if ids.shape not in {(b, s), (b * s,), (1, b * s)}:
+        raise PackingError(
+            f"{key} has shape {ids.shape}, but the batch holds {b} x {s} = {b * s} tokens: pass "
+            f"[{b}, {s}]"
+        )
+    return ids.reshape(b, s)
+
+
+def _from_mask(value: Any, b: int, s: int) -> tuple[PackedRow, str]:
+    mask = read.array(value, "attention_mask")
+    if mask.ndim == 4:
+        if (mask.shape[0], *mask.shape[2:]) != (b, s, s):
+            raise PackingError(
+                f"attention_mask has shape {mask.shape}, but a batch of [{b}, {s}] needs "
+                f"[{b}, 1, {s}, {s}]"
+            )
+        return PackedRow.from_attention_mask(mask), "both"
+    ids = _in_rows(read.integers(value, "attention_mask", dims=(1, 2)), "attention_mask", b, s)
+    numbered = ids.max(initial=0) > 1
+    return PackedRow.from_doc_ids(ids), "both" if numbered else "padding"
 
 
 def _from_offsets(batch: Mapping[str, Any], key: str, b: int, s: int) -> PackedRow:
-    padded = [batch[p] for p in PADDED_KEYS if batch.get(p) is not None]
-    row = PackedRow.from_cu_seqlens(batch[key], b * s, padded=padded[0] if padded else None)
+    padded = {p: read.offsets(batch[p], p) for p in PADDED_KEYS if batch.get(p) is not None}
+    (first, slots), *others = padded.items() or [("", None)]
+    for name, other in others:
+        if not np.array_equal(slots, other):
+            raise PackingError(f"{first} and {name} contradict each other: pass one")
+    row = PackedRow.from_cu_seqlens(batch[key], b * s, padded=slots)
     for number, (start, stop) in enumerate(row.documents):
         if start // s != (stop - 1) // s:
             raise PackingError(

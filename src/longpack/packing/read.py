@@ -3,6 +3,7 @@
 Tensors are taken by duck typing, so that documents and plans need no torch.
 """
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -10,26 +11,63 @@ from numpy.typing import NDArray
 
 from longpack.errors import PackingError
 
+MAX_ROWS = 2**31 - 1  # kernels count rows in int32; the area of more would pass int64
 
-def array(value: Any) -> NDArray[Any]:
-    """Return a host array; a tensor on a device is copied to the host."""
-    if hasattr(value, "detach"):
-        value = value.detach()
-        if str(value.dtype) == "torch.bfloat16":  # numpy has no bfloat16
-            value = value.float()
-        value = value.cpu().numpy()
-    return np.asarray(value)
+
+def array(value: Any, name: str) -> NDArray[Any]:
+    """Return a host array of real numbers; a tensor on a device is copied to the host."""
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach()
+            if str(value.dtype) == "torch.bfloat16":  # numpy has no bfloat16
+                value = value.float()
+            value = value.cpu().numpy()
+        found = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # meta, sparse, nested, ragged
+        raise PackingError(f"{name} cannot be read as an array of numbers: {error}") from None
+    if found.dtype.kind not in "biuf" or np.ma.is_masked(value):
+        held = "masked entries" if np.ma.is_masked(value) else f"{found.dtype}"
+        raise PackingError(f"{name} ({type(value).__name__}) holds {held}; it must hold integers")
+    return found
 
 
 def integers(value: Any, name: str, dims: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return int64, refusing fractions and shapes that are not one of `dims` dimensions."""
-    found = array(value)
+    """Return int64, refusing what is not exact, and shapes that are not of `dims` dimensions."""
+    found = array(value, name)
     if found.ndim not in dims:
         wanted = " or ".join(f"{d}-D" for d in dims)
         raise PackingError(f"{name} has shape {tuple(found.shape)}; it must be {wanted}")
-    if found.size and found.dtype.kind not in "biu" and not (found == np.round(found)).all():
-        raise PackingError(f"{name} holds fractions ({found.dtype}); it must hold integers")
+    if found.dtype.kind == "f" and found.size:
+        _check_floats(found, name, low="bfloat16" in str(getattr(value, "dtype", "")))
+    if found.dtype == np.uint64 and (found > np.iinfo(np.int64).max).any():
+        raise PackingError(f"{name} holds {found.max()}, which int64 cannot: renumber it")
     return found.astype(np.int64)
+
+
+def _check_floats(found: NDArray[Any], name: str, low: bool) -> None:
+    """Refuse fractions, and numbers so large that their dtype leaves integers out."""
+    exact = 256 if low else 2 / np.finfo(found.dtype).eps
+    if not (np.abs(found) < exact).all():
+        at = found.reshape(-1)[int(np.argmin(np.abs(found) < exact))]
+        dtype = "bfloat16" if low else found.dtype
+        raise PackingError(
+            f"{name} holds {at} in {dtype}, which tells integers apart below {exact:.0f} only: "
+            "pass integers, and keep them out of casts to low precision"
+        )
+    if (found != np.round(found)).any():
+        raise PackingError(f"{name} holds fractions ({found.dtype}); it must hold integers")
+
+
+def integer(value: Any, name: str) -> int:
+    """Return one Python int, in the range of int64."""
+    try:
+        found = operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # a tensor may be meta, or hold several
+        shown = value if isinstance(value, float | str) else type(value).__name__
+        raise PackingError(f"{name}={shown!r} must be one integer") from None
+    if not -(2**63) <= found < 2**63:
+        raise PackingError(f"{name} has {found.bit_length()} bits; it must be an int64")
+    return found
 
 
 def offsets(value: Any, name: str) -> NDArray[np.int64]:
@@ -39,8 +77,9 @@ def offsets(value: Any, name: str) -> NDArray[np.int64]:
         raise PackingError(
             f"{name} starts with {found[:1].tolist()}; the first of the D+1 offsets must be 0"
         )
-    if (np.diff(found) < 0).any():
-        at = int(np.argmax(np.diff(found) < 0))
+    falls = found[1:] < found[:-1]
+    if falls.any():
+        at = int(np.argmax(falls))
         raise PackingError(
             f"{name} decreases from {found[at]} to {found[at + 1]} at entry {at + 1}; "
             "offsets of documents laid end to end never do"
@@ -65,7 +104,7 @@ def text_positions(value: Any, text_row: int | None) -> NDArray[np.int64]:
             "text tokens, and image rows repeat inside a document. Pass text_row=, or doc_ids "
             "or cu_seq_lens_q in the batch"
         )
-    chosen = 0 if text_row is None else text_row
+    chosen = 0 if text_row is None else integer(text_row, "text_row")
     if not -rows <= chosen < rows:
         raise PackingError(f"text_row={chosen} but position_ids has {rows} rows")
     return found[chosen]
@@ -94,14 +133,20 @@ def reject_holes(mask: NDArray[np.int64]) -> None:
 
 def block_causal(mask: NDArray[Any]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return (starts, real) flags per flattened row of a `[B, 1, S, S]` block-causal mask."""
-    allowed = mask.astype(bool) if mask.dtype.kind in "biu" else mask == 0
-    _, heads, rows, columns = allowed.shape
-    if rows != columns or (heads > 1 and (allowed != allowed[:, :1]).any()):
+    additive = mask.dtype.kind == "f"
+    if not ((mask <= 0) if additive else (mask >= 0) & (mask <= 1)).all():
+        held = "at most 0 (0 attends)" if additive else "0 or 1 (1 attends)"
+        raise PackingError(f"attention_mask is {mask.dtype}, so its entries must be {held}")
+    allowed = mask == 0 if additive else mask.astype(bool)
+    batch, heads, rows, columns = allowed.shape
+    if rows != columns or not heads or (allowed != allowed[:, :1]).any():
         raise PackingError(
             f"attention_mask has shape {mask.shape}; a block-causal mask is [B, 1, S, S], equal "
             "for every head"
         )
     allowed = allowed[:, 0]
+    if not batch * rows:
+        return np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
     real = np.einsum("bii->bi", allowed)
     first = np.where(real, allowed.argmax(axis=2), np.arange(rows))
     column = np.arange(columns)

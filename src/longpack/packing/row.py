@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -29,6 +30,12 @@ class PackedRow:
     length: int
 
     def __post_init__(self) -> None:
+        self._check_types()
+        if not 0 <= self.length <= read.MAX_ROWS:
+            raise PackingError(
+                f"a row of {self.length} tokens: a row has 0 to {read.MAX_ROWS}, since kernels "
+                "count rows in int32"
+            )
         free = 0
         for index, (start, stop) in enumerate(self.documents):
             if not free <= start < stop <= self.length:
@@ -39,6 +46,18 @@ class PackedRow:
                 )
             free = stop
 
+    def _check_types(self) -> None:
+        spans = self.documents
+        pairs = isinstance(spans, tuple) and all(
+            isinstance(s, tuple) and len(s) == 2 for s in spans
+        )
+        if not pairs or {type(n) for n in chain((self.length,), *spans)} != {int}:
+            raise PackingError(
+                "documents must be a tuple of (start, stop) pairs of Python ints, and length "
+                f"({type(self.length).__name__}) one too: convert them, or use "
+                "PackedRow.from_lengths"
+            )
+
     @classmethod
     def from_lengths(cls, lengths: Iterable[int], padding: int = 0) -> Self:
         """Pack documents of these lengths end to end, then `padding` rows.
@@ -47,13 +66,18 @@ class PackedRow:
             lengths: tokens of each document, at least 0 each.
             padding: padding rows at the end, at least 0.
         """
-        sizes = [int(n) for n in lengths]
-        if min([*sizes, padding]) < 0:
+        listed = list(lengths) if isinstance(lengths, Iterator) else lengths
+        sizes = read.integers(listed, "lengths", dims=(1,))
+        pads = read.integer(padding, "padding")
+        if sizes.min(initial=pads) < 0:
             raise PackingError(
-                f"lengths {sizes[:8]} and padding {padding} must all be at least 0 tokens"
+                f"lengths {sizes[:8].tolist()} and padding {pads} must all be at least 0 tokens"
             )
-        stops = np.cumsum(sizes, dtype=np.int64)
-        return cls._from_spans(stops - sizes, stops, sum(sizes) + padding)
+        total = sum(sizes.tolist()) + pads  # as Python ints, which do not overflow
+        if total > read.MAX_ROWS:
+            return cls((), total)  # raises
+        stops = np.cumsum(sizes)
+        return cls._from_spans(stops - sizes, stops, total)
 
     @classmethod
     def from_doc_ids(cls, doc_ids: Any, *, padding_id: int = 0) -> Self:
@@ -70,6 +94,7 @@ class PackedRow:
             PackingError: an id below `padding_id`, or not an integer.
         """
         ids = read.integers(doc_ids, "doc_ids", dims=(1, 2))
+        padding_id = read.integer(padding_id, "padding_id")
         if ids.size and ids.min() < padding_id:
             flat = ids.reshape(-1)
             row = int(np.argmax(flat < padding_id))
@@ -96,7 +121,8 @@ class PackedRow:
         """
         ids = read.text_positions(position_ids, text_row)
         starts = read.batch_row_starts(ids.shape)
-        starts[1:] |= np.diff(ids.reshape(-1)) != 1
+        before, after = ids.reshape(-1)[:-1], ids.reshape(-1)[1:]
+        starts[1:] |= (after < before) | (after - before != 1)
         return cls._from_starts(starts, real=np.ones(starts.size, dtype=bool))
 
     @classmethod
@@ -132,7 +158,7 @@ class PackedRow:
                 f"{slots[d + 1] - slots[d]} by padded"
             )
         end = int(slots[-1])
-        rows = end if length is None else length
+        rows = end if length is None else read.integer(length, "length")
         if end > rows:
             raise PackingError(
                 f"cu_seqlens ends at {end} but the row has {rows} tokens: these offsets belong "
@@ -155,10 +181,10 @@ class PackedRow:
             PackingError: a 0/1 mask with padding between two real rows (one document or two?),
                 or a 4-D mask that is not block-causal.
         """
-        mask = read.array(attention_mask)
+        mask = read.array(attention_mask, "attention_mask")
         if mask.ndim == 4:
             return cls._from_starts(*read.block_causal(mask))
-        ids = read.integers(mask, "attention_mask", dims=(2,))
+        ids = read.integers(attention_mask, "attention_mask", dims=(2,))
         row = cls.from_doc_ids(ids)
         if ids.size == 0 or ids.max() <= 1:
             read.reject_holes(ids)
@@ -226,6 +252,7 @@ class PackedRow:
 
     def pad_to(self, length: int) -> "PackedRow":
         """Return the same documents in a row of `length` tokens, padded at the end."""
+        length = read.integer(length, "length")
         if length < self.length:
             raise PackingError(f"a row of {self.length} tokens cannot be padded to {length}")
         return self if length == self.length else PackedRow(self.documents, length)

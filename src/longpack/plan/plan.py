@@ -20,6 +20,7 @@ from longpack.plan.transfers import (
 )
 
 Segment = tuple[int, int, int, int]
+MAX_RANKS = 1 << 20  # planning takes memory and time of the order of the ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +177,7 @@ def plan_step(
 
     Args:
         row: the documents.
-        world_size: ranks on the cp axis, at least 1.
+        world_size: ranks on the cp axis, from 1 to `MAX_RANKS`.
         layout: one of `LAYOUTS`, `balanced:1.1` for another tolerance than 1.05, or `auto` for
             the one with the shortest predicted step.
         kv_exchange: `allgather`, `halo` or `a2a`; `halo` becomes `a2a` for every rank where a
@@ -184,12 +185,18 @@ def plan_step(
         cost_model: what `auto` predicts with, the same on every rank; `CostModel()` by default.
 
     Raises:
-        PlanError: an unknown layout or exchange, or a world size below 1.
+        PlanError: an unknown layout or exchange, a world size out of range, or an argument of
+            another type.
     """
-    if world_size < 1:
-        raise PlanError(f"world_size={world_size} ranks; there must be at least 1")
+    if not isinstance(row, PackedRow):
+        raise PlanError(f"row is {type(row).__name__}; make it with PackedRow.from_lengths")
+    if not isinstance(cost_model, CostModel | None):
+        raise PlanError(f"cost_model is {type(cost_model).__name__}, not a CostModel or None")
+    if type(world_size) is not int or not 1 <= world_size <= MAX_RANKS:
+        shown = world_size if isinstance(world_size, int | float) else type(world_size).__name__
+        raise PlanError(f"world_size={shown} ranks; it must be an int from 1 to {MAX_RANKS}")
     why = "as asked"
-    if layout == "auto":
+    if isinstance(layout, str) and layout == "auto":
         layout, why = choose_layout(row, world_size, kv_exchange, cost_model or CostModel())
     shards = find_layout(layout)(row, world_size)
     missed = shortfall(layout, row, shards)

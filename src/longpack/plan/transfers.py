@@ -43,7 +43,7 @@ def choose_exchange(asked: str, row: PackedRow, shards: Shards) -> tuple[str, st
     are contiguous and no document reaches back past the neighbour's shard; otherwise `a2a`,
     which moves the same rows, takes its place on every rank.
     """
-    if asked not in EXCHANGES:
+    if not isinstance(asked, str) or asked not in EXCHANGES:
         raise PlanError(f"kv_exchange={asked!r} is unknown; it is one of {', '.join(EXCHANGES)}")
     if asked != "halo":
         return asked, "as asked"

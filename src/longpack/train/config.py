@@ -1,10 +1,12 @@
 """The run file: one typed TOML file says everything about a run."""
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,10 +28,19 @@ def _layout(value: Any) -> str:
     return value
 
 
-class _Section(BaseModel):
-    """A table of the run file; a name it does not know is an error."""
+def _path(value: Path) -> Path:
+    if b"\0" in os.fsencode(value):
+        raise ValueError("no path holds a zero byte")
+    return value
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+AnyPath = Annotated[Path, AfterValidator(_path)]
+
+
+class _Section(BaseModel):
+    """A table of the run file; a name it does not know is an error, infinity no number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(_Section):
@@ -74,7 +85,7 @@ class DataSection(_Section):
             stops the run before it begins.
     """
 
-    paths: Annotated[list[Path], Field(min_length=1)]
+    paths: Annotated[list[AnyPath], Field(min_length=1)]
     suffix: str = ".txt"
     exclude: list[str] = []
     text_field: str = "text"
@@ -132,7 +143,7 @@ class RunSection(_Section):
         steps: optimizer steps of the whole run, also when it is resumed.
         rows_per_step: packed rows of one optimizer step, a multiple of `parallel.dp`, which is
             the default. Fixed, it keeps a run the same over any number of ranks.
-        seed: of random weights, dropout and the order of documents.
+        seed: of random weights, dropout and the order of documents, at least 0.
         folder: where `run.json`, `metrics.jsonl`, `summary.json` and `checkpoints/` go.
         save_every: steps between checkpoints, the last step having one too; 0 saves none.
         resume: continue what the folder holds; False refuses a folder that holds a run.
@@ -142,8 +153,8 @@ class RunSection(_Section):
 
     steps: PositiveInt
     rows_per_step: PositiveInt | None = None
-    seed: int = 0
-    folder: Path
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    folder: AnyPath
     save_every: Annotated[int, Field(ge=0)] = 100
     resume: bool = True
     boundary_probe: bool = False
@@ -182,7 +193,7 @@ def load_config(path: Path | str) -> RunConfig:
     """Read a run file. Relative paths in it start at its own folder.
 
     Raises:
-        RunError: the file is missing, is not TOML, or holds a name or value that is not
+        RunError: the file cannot be read, is not TOML, or holds a name or value that is not
             accepted; the message lists every fault with its field, value and what is accepted.
     """
     path = Path(path)
@@ -190,7 +201,9 @@ def load_config(path: Path | str) -> RunConfig:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunError(f"run file {path} does not exist (looked in {Path.cwd()})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise RunError(f"run file {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, too long, too deep
         raise RunError(f"run file {path} is not valid TOML: {error}") from None
     return parse_config(text, folder=path.resolve().parent, source=str(path))
 
@@ -221,7 +234,16 @@ def _fault(found: Any) -> str:
         return f"{where} is unknown; accepted here: {', '.join(section.model_fields)}"
     if isinstance(found["input"], dict):  # a rule over a whole table
         return f"{where}: {message}" if where else message
-    return f"{where} = {found['input']!r}: {message}"
+    return f"{where} = {_shown(found['input'])}: {message}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as text, cut short."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of over 4300 digits; a table too deep
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _section(loc: tuple[Any, ...]) -> type[BaseModel]:

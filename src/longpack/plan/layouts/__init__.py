@@ -1,5 +1,6 @@
 """Layouts: one file each, a pure function from documents and ranks to shards."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -38,7 +39,7 @@ def shortfall(name: str, row: PackedRow, shards: Shards) -> str | None:
 
 
 def _parse(name: str) -> tuple[str, float | None]:
-    base, colon, tolerance = name.partition(":")
+    base, colon, tolerance = name.partition(":") if isinstance(name, str) else ("", "", "")
     if base not in LAYOUTS:
         raise PlanError(
             f"layout={name!r} is unknown; it is one of {', '.join(LAYOUTS)}, balanced:1.1 for "
@@ -49,9 +50,12 @@ def _parse(name: str) -> tuple[str, float | None]:
     try:
         wanted = float(tolerance)
     except ValueError:
-        wanted = None
-    if base != "balanced" or wanted is None:
-        raise PlanError(f"layout={name!r}: only balanced takes a tolerance, as in balanced:1.1")
+        wanted = math.nan
+    if base != "balanced" or not 1 <= wanted < math.inf:
+        raise PlanError(
+            f"layout={name!r}: only balanced takes a tolerance, as in balanced:1.1, which must be "
+            "a number of at least 1: the largest area over the mean"
+        )
     return base, wanted
 
 

@@ -54,7 +54,7 @@ def balanced(row: PackedRow, world_size: int, tolerance: float = TOLERANCE) -> S
             f"tolerance={tolerance} must be a number of at least 1: the largest area over the mean"
         )
     mean = row.area / world_size
-    limit = int(tolerance * mean)
+    limit = int(min(tolerance * mean, row.area))  # no rank has more than all
     if world_size == 1 or not len(row):
         return Shards.from_runs([], world_size, row.length)
     best = _best_fill(row, world_size, mean, limit)
