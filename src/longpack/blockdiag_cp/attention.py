@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from longpack.blockdiag_cp import state
+from longpack.blockdiag_cp.arguments import check_types
 from longpack.blockdiag_cp.carry import resolve_step
 from longpack.blockdiag_cp.step import CpStep
 from longpack.collectives import exchange_rows
@@ -64,6 +65,8 @@ def cp_blockdiag_sdpa(
             scale=scale,
             enable_gqa=enable_gqa,
         )
+    tensors = {"query": query, "key": key, "value": value}
+    check_types(step, tensors, scale, attn_mask, is_causal, enable_gqa)
     _check_arguments(step, dropout_p, attn_mask, is_causal)
     _check_shapes(step, query, key, value, enable_gqa)
     heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])

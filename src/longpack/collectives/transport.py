@@ -307,7 +307,9 @@ class LoopbackTransport:
         return self._meeting
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._meeting.meet(self.rank, "all_gather", x))
+        rows = self._meeting.meet(self.rank, "all_gather", x)
+        self._check_alike("all_gather", rows)
+        return torch.cat(rows)
 
     def all_to_all(
         self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
@@ -359,7 +361,16 @@ class LoopbackTransport:
                 f"{sum(len(rows) for rows in mine)} rows where {sum(receive_counts)} were "
                 "expected: ranks hold different plans"
             )
+        self._check_alike(name, mine)
         return torch.cat(mine, out=out)
+
+    def _check_alike(self, name: str, parcels: Sequence[torch.Tensor]) -> None:
+        kinds = {(tuple(rows.shape[1:]), rows.dtype) for rows in parcels}
+        if len(kinds) > 1:
+            raise CollectiveError(
+                f"{rank_prefix(self.rank, self.world_size)}{name} met rows of different shapes or "
+                f"dtypes: {', '.join(map(str, sorted(kinds, key=str)))}; ranks must pass the same"
+            )
 
 
 @dataclass(frozen=True, eq=False)
