@@ -248,3 +248,33 @@ def test_auto_takes_the_given_cost_model():
     even, still = chosen(1e30), chosen(1.0)
     assert even.imbalance < 1.01 < still.imbalance
     assert max(still.received_tokens) < max(even.received_tokens)
+
+
+def test_a_bad_knob_on_one_rank_is_told_to_all():
+    said = {}
+
+    def body(t):
+        try:
+            shard(make(), t, attn_backend=["flash", "ring"][t.rank])
+        except ValueError as error:
+            said[t.rank] = str(error)
+        except AgreementError as error:
+            said[t.rank] = f"agreement: {error}"
+
+    Loopback(2, timeout_s=20).run(body)
+    assert said[0].startswith("agreement: rank 0 of 2 (cp): rank 1 could not plan this step")
+    assert "attn_backend='ring' is unknown" in said[1]
+
+
+@pytest.mark.parametrize("knob", [0, False, b""])
+def test_a_knob_that_is_false_is_not_taken_for_none(knob):
+    with pytest.raises(ValueError, match="is unknown; it is one of"):
+        shard(make(), kv_exchange=knob)
+
+
+@pytest.mark.parametrize("fill", [300, -1, 0.5, None])
+def test_a_padding_token_that_the_ids_cannot_hold(fill):
+    batch = make()
+    batch["input_ids"] = batch["input_ids"].to(torch.uint8)
+    with pytest.raises(PackingError, match="padding_token_id is"):
+        shard(batch, padding_token_id=fill)

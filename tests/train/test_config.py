@@ -67,3 +67,26 @@ def test_missing_file_and_bad_toml(tmp_path):
 def test_the_examples_are_accepted():
     for name in ("tiny", "tiny_two_ranks", "smollm2"):
         load_config(f"examples/{name}.toml")
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr = inf: "),
+        ({"run": {"seed": -1}}, "run.seed = -1: "),
+        ({"run": {"seed": 10**5000}}, "run.seed = <int>: "),
+        ({"run": {"folder": "a\0b"}}, "no path holds a zero byte"),
+        ({"parallel": {"layout": "balanced:nan"}}, "a number of at least 1"),
+    ],
+)
+def test_values_that_would_fail_later(tmp_path, sections, said):
+    assert said in faults_of(tmp_path, **sections)
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 10_000, "x = " + "1" * 5000, "x = 1\0"])
+def test_files_that_no_parser_takes(tmp_path, text):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(RunError, match="is not valid TOML"):
+        load_config(tmp_path / "run.toml")
+    with pytest.raises(RunError, match="cannot be read"):
+        load_config(tmp_path)

@@ -13,7 +13,7 @@ from longpack.blockdiag_cp.agreement import agree_on_plan
 from longpack.blockdiag_cp.step import CpStep
 from longpack.collectives import Transport, as_transport, gather_rows
 from longpack.errors import PackingError
-from longpack.loss import IGNORE, count_targets, next_token_targets
+from longpack.loss import IGNORE, check_labels, count_targets, next_token_targets
 from longpack.packing import (
     DOCUMENT_KEYS,
     LENGTH_KEYS,
@@ -180,22 +180,21 @@ def _check_keys(batch: Mapping[str, Any]) -> None:
 
 def _check_dtypes(batch: Mapping[str, Any], padding_token_id: int) -> None:
     """Refuse ids and labels whose dtype cannot hold what fills them."""
-    fills = {"input_ids": padding_token_id, "labels": IGNORE, "shift_labels": IGNORE}
-    for key, fill in fills.items():
-        x = batch.get(key)
-        if x is None:
-            continue
-        limits = torch.iinfo(x.dtype) if x.dtype in INTEGER_DTYPES else None
+    ids, fill = batch.get("input_ids"), padding_token_id
+    if ids is not None:
+        limits = torch.iinfo(ids.dtype) if ids.dtype in INTEGER_DTYPES else None
         if limits is None or type(fill) is not int or not limits.min <= fill <= limits.max:
             raise PackingError(
-                f"{key} are {x.dtype} and are filled with {fill!r} (padding_token_id, or -100 "
-                "where there is no target): both must be integers, and the dtype wide enough"
+                f"input_ids are {ids.dtype} and padding_token_id is {fill!r}: pass integers, and "
+                "an id that their dtype holds"
             )
-        if key != "input_ids" and (x.is_meta or x.dim() != 2):
-            raise PackingError(
-                f"{key} are {tuple(x.shape)} on {x.device}: pass [B, S] with data, whose targets "
-                "can be counted"
-            )
+    for key in LABEL_KEYS:
+        labels = batch.get(key)
+        if labels is None:
+            continue
+        check_labels(labels, key)
+        if labels.dim() != 2:
+            raise PackingError(f"{key} are {tuple(labels.shape)}; pass one label per token, [B, S]")
 
 
 def _split(batch: Mapping[str, Any], step: CpStep, padding_token_id: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Next-token targets of packed rows, shifted before the row is split."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -8,7 +9,24 @@ from longpack.collectives import Transport
 from longpack.errors import PackingError
 from longpack.packing import PackedRow
 
+SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 IGNORE = -100  # the target that cross-entropy leaves out, everywhere in this field
+
+
+def check_labels(labels: Any, name: str = "labels") -> None:
+    """Refuse what cannot be labels.
+
+    Raises:
+        PackingError: not a strided tensor with data, or a dtype that cannot hold -100.
+    """
+    tensor = isinstance(labels, torch.Tensor)
+    if not tensor or labels.is_nested or labels.layout is not torch.strided or labels.is_meta:
+        shown = f"on {labels.device}, {labels.layout}" if tensor else type(labels).__name__
+        raise PackingError(f"{name} are {shown}; pass a strided tensor with data")
+    if labels.dtype not in SIGNED:
+        raise PackingError(
+            f"{name} are {labels.dtype}; pass signed integers, {IGNORE} where there is no target"
+        )
 
 
 def next_token_targets(labels: torch.Tensor, row: PackedRow) -> torch.Tensor:
@@ -23,7 +41,11 @@ def next_token_targets(labels: torch.Tensor, row: PackedRow) -> torch.Tensor:
 
     Returns:
         `[S]`, of the dtype and device of `labels`.
+
+    Raises:
+        PackingError: labels of another shape, or that are not signed integers with data.
     """
+    check_labels(labels)
     if labels.shape != (row.length,):
         raise PackingError(
             f"labels have shape {tuple(labels.shape)} but the row has {row.length} tokens: pass "
@@ -49,7 +71,11 @@ def count_targets(targets: torch.Tensor, others: Iterable[Transport] = ()) -> in
 
     Returns:
         At least 1, so that a step without a target has loss 0 and not 0 / 0.
+
+    Raises:
+        PackingError: targets that are not signed integers with data.
     """
+    check_labels(targets, "targets")
     count = int((targets != IGNORE).sum())
     for transport in others:
         count = sum(transport.all_gather_object(count))
