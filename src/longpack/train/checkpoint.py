@@ -195,9 +195,12 @@ def _check(checkpoint: Path, remedy: str) -> Progress:
     content = read_json(record, remedy)
     if content.pop("digest", None) != digest_json(content):
         raise RunError(f"{record} is damaged, its digest differs from its content. {remedy}")
-    for name, expected in sorted(content["files"].items())[
-        dist.get_rank() :: dist.get_world_size()
-    ]:
+    try:
+        progress = Progress(content["step"], Cursor(**content["cursor"]))
+        files = sorted(content["files"].items())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{record} is damaged, its fields are others: {error}. {remedy}") from None
+    for name, expected in files[dist.get_rank() :: dist.get_world_size()]:
         path = checkpoint / name
         try:
             actual = digest(path)
@@ -205,7 +208,7 @@ def _check(checkpoint: Path, remedy: str) -> Progress:
             raise RunError(f"{path} cannot be read: {error.strerror}. {remedy}") from None
         if actual != expected:
             raise RunError(f"{path} is damaged, its digest is not the recorded one. {remedy}")
-    return Progress(content["step"], Cursor(**content["cursor"]))
+    return progress
 
 
 def _first_failure(error: CheckpointException) -> str:
