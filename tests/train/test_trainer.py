@@ -277,6 +277,47 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         train(make_config(tmp_path, optimizer={"lr": 1e30, "warmup": 0, "grad_clip": None}))
 
 
+POISON = 93  # the id of "~"
+
+
+def poison(where):
+    """Make the loss (forward) or the gradient (backward) of documents with "~" not a number."""
+
+    def build(config, tokenizer):
+        model = build_model(config, tokenizer)
+
+        def hook(module, args, out):
+            bad = (args[0] == POISON)[..., None]
+            if where == "loss":
+                return out.masked_fill(bad, torch.nan)
+            out.register_hook(lambda grad: grad.masked_fill(bad, torch.nan))
+
+        model.get_input_embeddings().register_forward_hook(hook)
+        return model
+
+    build_model = prepare.build_model
+    return build
+
+
+def check_poison(rank, world_size, folder, where):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "build_model", poison(where))
+        return check_error(rank, world_size, folder, [{"parallel": {"cp": 2}}] * 2)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_is_traced_to_document_and_rank(where, on_ranks, tmp_path):
+    """Each row is one document of 95 bytes and its end: "~" lies in the half of rank 1."""
+    (tmp_path / "documents").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "documents" / f"{name}.txt").write_text(name * 94 + "~")
+    said = on_ranks(check_poison, tmp_path, where, world_size=2)
+    assert said[0] == said[1]
+    assert "row 0 document 0 on rank 1" in said[0]
+    assert f"({where})" in said[0]
+    assert "The last checkpoint is kept" in said[0]
+
+
 def test_the_boundary_probe_holds_and_would_see_a_leak(tmp_path, run_ranks, monkeypatch):
     probed = {"run": {"boundary_probe": True, "steps": 1}}
     run_ranks(tmp_path / "cp2", {**probed, "parallel": {"cp": 2}})

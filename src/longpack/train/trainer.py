@@ -20,6 +20,7 @@ from longpack.train.durable import read_json, write_json
 from longpack.train.gradients import clip_gradients, sum_gradients
 from longpack.train.metrics import MetricsFile, StepMetrics, Traffic, read_metrics
 from longpack.train.model import attention_calls, kv_shape, shard_parameters
+from longpack.train.nonfinite import trace_nonfinite
 from longpack.train.prepare import Prepared, prepare
 from longpack.train.probe import BoundaryProbe, probe_boundaries
 from longpack.train.ranks import Ranks, agree, gather, join_ranks
@@ -163,7 +164,10 @@ class _Trainer:
         mine = rows[self.ranks.replica :: parallel.dp]
         loss = torch.stack([self._forward_backward(row, num_targets) for row in mine]).sum()
         dist.all_reduce(loss)
-        lr, grad_norm = self._optimize(step, loss.item())
+        grad_norm = self._reduce_gradients()
+        if not (math.isfinite(loss.item()) and math.isfinite(grad_norm)):
+            raise self._not_finite(step, loss.item(), grad_norm, rows, num_targets)
+        lr = self._optimize(step)
         tokens = sum(len(row.tokens) for row in rows)
         dtype = getattr(torch, self.config.model.dtype)
         return StepMetrics(
@@ -179,19 +183,38 @@ class _Trainer:
             traffic=Traffic.of_step(rows, parallel, self.kv_shape, dtype.itemsize, self.layers),
         )
 
-    def _optimize(self, step: int, loss: float) -> tuple[float, float]:
-        """Step the optimizer with the gradients of all ranks; return `(lr, grad_norm)`."""
-        settings = self.config.optimizer
+    def _reduce_gradients(self) -> float:
+        """Give every rank the gradients of all, clipped; return their norm before that."""
         if not self.config.parallel.fsdp:  # FSDP has summed them in backward
             sum_gradients(self.parameters)
-        grad_norm = clip_gradients(self.parameters, settings.grad_clip)
-        _check_finite(step, loss, grad_norm)
+        return clip_gradients(self.parameters, self.config.optimizer.grad_clip)
+
+    def _optimize(self, step: int) -> float:
+        """Step the optimizer; return the learning rate."""
+        settings = self.config.optimizer
         lr = settings.lr * min(1.0, step / max(settings.warmup, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return lr, grad_norm
+        return lr
+
+    def _not_finite(
+        self, step: int, loss: float, grad_norm: float, rows: list[Row], num_targets: int
+    ) -> RunError:
+        """Return the error that names the documents and ranks that broke a step."""
+        _seed(self.config.run.seed, step, self.ranks.rank)
+        mine = range(self.ranks.replica, len(rows), self.config.parallel.dp)
+        sharded = ((number, self._shard(rows[number])) for number in mine)
+        found = trace_nonfinite(self.model, sharded, num_targets, self.ranks.rank)
+        named = [name for names in gather(lambda: found, "trace") for name in names]
+        where = f"{', '.join(named[:8])}{', ...' if len(named) > 8 else ''}" or "no document alone"
+        return RunError(
+            f"step {step} has loss {loss} and gradient norm {grad_norm}, not finite in {where}. "
+            "If that is nearly every document, lower optimizer.lr, raise optimizer.warmup or set "
+            "optimizer.grad_clip; if it is one or two, look at their text. The last checkpoint "
+            "is kept"
+        )
 
     def _forward_backward(self, row: Row, num_targets: int) -> torch.Tensor:
         """Run one row and return this rank's part of the loss: local sum / `num_targets`."""
@@ -244,14 +267,6 @@ class _Trainer:
 def _seed(seed: int, step: int, rank: int) -> None:
     """Make a step's random numbers a function of seed, step and rank, so no state is saved."""
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
-
-
-def _check_finite(step: int, loss: float, grad_norm: float) -> None:
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise RunError(
-            f"step {step} has loss {loss} and gradient norm {grad_norm}: lower optimizer.lr, "
-            "raise optimizer.warmup or set optimizer.grad_clip; the last checkpoint is kept"
-        )
 
 
 def load_summary(folder: Path) -> RunSummary:
