@@ -104,6 +104,8 @@ class ParallelSection(_Section):
         layout: who holds which tokens of a row, as in `longpack.plan_step`.
         kv_exchange, attn_backend: as in `longpack.configure_cp_varlen`.
         fsdp: keep parameters, gradients and optimizer state sharded over all ranks (FSDP2).
+        warn_waste: warn once when the busiest rank's attention makes the others wait for more
+            than this share of a step, over the last steps; 1 never warns.
         device: `auto` is a GPU per rank where there are enough, else the CPU.
     """
 
@@ -113,6 +115,7 @@ class ParallelSection(_Section):
     kv_exchange: Annotated[str, BeforeValidator(normalize_kv_exchange)] = "allgather"
     attn_backend: Annotated[str, BeforeValidator(normalize_attn_backend)] = "flash"
     fsdp: bool = False
+    warn_waste: Annotated[float, Field(ge=0, le=1)] = 0.25
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

@@ -21,6 +21,8 @@ class Traffic:
 
     Args:
         area_max_over_mean: query-key pairs of the busiest rank over the mean; 1.0 is even.
+        attention_waste: share of a step's attention that the mean rank waits for the busiest,
+            1 - mean/max; 0.0 is even.
         kv_bytes_max: bytes of K and V that arrive at the busiest rank in the step's forwards,
             all layers. The backward sends as much back; a checkpoint recompute brings it again.
         kv_bytes_mean: the mean over ranks.
@@ -28,6 +30,7 @@ class Traffic:
     """
 
     area_max_over_mean: float
+    attention_waste: float
     kv_bytes_max: int
     kv_bytes_mean: float
     kv_bytes_gather: int
@@ -59,8 +62,10 @@ class Traffic:
             area[replica] += plan.area
             received[replica] += plan.received_tokens
             gathered[replica] += plan.padded_length - plan.local_length
+        imbalance = float(area.max() / area.mean()) if area.any() else 1.0
         return cls(
-            area_max_over_mean=float(area.max() / area.mean()) if area.any() else 1.0,
+            area_max_over_mean=imbalance,
+            attention_waste=1 - 1 / imbalance,
             kv_bytes_max=int(received.max()) * token_bytes,
             kv_bytes_mean=float(received.mean()) * token_bytes,
             kv_bytes_gather=int(gathered.max()) * token_bytes,

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from longpack.blockdiag_cp import ShardedBatch, shard_batch, state
 from longpack.errors import RunError, StepError
 from longpack.train import checkpoint
 from longpack.train.checkpoint import Progress
-from longpack.train.config import RunConfig
+from longpack.train.config import ParallelSection, RunConfig
 from longpack.train.durable import read_json, write_json
 from longpack.train.gradients import clip_gradients, sum_gradients
 from longpack.train.metrics import MetricsFile, StepMetrics, Traffic, read_metrics
@@ -25,6 +26,7 @@ from longpack.train.prepare import Prepared, prepare
 from longpack.train.probe import BoundaryProbe, probe_boundaries
 from longpack.train.ranks import Ranks, agree, gather, join_ranks
 from longpack.train.rows import Cursor, Row
+from longpack.train.waste import WasteWatch
 
 PROBE_SEARCH = 64  # rows looked at for one with two documents
 
@@ -110,6 +112,7 @@ class _Trainer:
         self.progress = loaded or Progress(0, Cursor())
         self.resumed_from = self.progress.step
         self.metrics: MetricsFile | None = None
+        self.waste = WasteWatch(config.parallel)
         gather(self._claim_folder, "begin")
 
     def steps(self) -> Iterator[StepMetrics]:
@@ -169,7 +172,9 @@ class _Trainer:
             raise self._not_finite(step, loss.item(), grad_norm, rows, num_targets)
         lr = self._optimize(step)
         tokens = sum(len(row.tokens) for row in rows)
-        dtype = getattr(torch, self.config.model.dtype)
+        traffic = self._traffic(rows, parallel)
+        if self.ranks.rank == 0:
+            self.waste.see(traffic.attention_waste, partial(self._traffic, rows))
         return StepMetrics(
             step=step,
             loss=loss.item(),
@@ -180,8 +185,12 @@ class _Trainer:
             tokens_per_s=tokens / (time.perf_counter() - began),
             attention_calls=self.layers * len(mine),
             epoch=self.progress.cursor.epoch,
-            traffic=Traffic.of_step(rows, parallel, self.kv_shape, dtype.itemsize, self.layers),
+            traffic=traffic,
         )
+
+    def _traffic(self, rows: list[Row], parallel: ParallelSection) -> Traffic:
+        element_bytes = getattr(torch, self.config.model.dtype).itemsize
+        return Traffic.of_step(rows, parallel, self.kv_shape, element_bytes, self.layers)
 
     def _reduce_gradients(self) -> float:
         """Give every rank the gradients of all, clipped; return their norm before that."""

@@ -1,0 +1,56 @@
+"""A layout that makes ranks wait is named once, with what to use instead."""
+
+import re
+import warnings
+
+import pytest
+
+from longpack import PackedRow
+from longpack.errors import LongpackWarning
+from longpack.train.config import ParallelSection
+from longpack.train.metrics import Traffic
+from longpack.train.rows import Row
+from longpack.train.waste import RECENT, WasteWatch
+
+
+def warned(lengths, steps, **parallel):
+    """Return what a run of equal steps warns of, on two ranks."""
+    rows = [Row(tokens=None, documents=PackedRow.from_lengths(lengths))]
+    parallel = ParallelSection(cp=2, **parallel)
+
+    def traffic(of):
+        return Traffic.of_step(rows, of, (1, 8, 8), 4, 1)
+
+    watch = WasteWatch(parallel)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            watch.see(traffic(parallel).attention_waste, traffic)
+    assert all(w.category is LongpackWarning for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def test_waste_is_warned_of_once_with_the_layout_that_mends_it():
+    """One document of 256 over two halves: areas 1 : 3, so the mean is 2/3 of the busiest."""
+    assert warned([256], RECENT - 1) == []
+    (said,) = warned([256], 3 * RECENT)
+    assert "waited 33% of their attention" in said
+    instead = r'set parallel.layout = "balanced", which would waste [0-5]% of .* instead of 33%'
+    assert re.search(instead, said)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parallel"),
+    [
+        ([256], {"warn_waste": 0.34}),
+        ([256], {"layout": "balanced"}),
+        ([64] * 4, {}),
+    ],
+)
+def test_what_is_even_enough_is_not_warned_of(lengths, parallel):
+    assert warned(lengths, 2 * RECENT, **parallel) == []
+
+
+def test_where_no_layout_helps_the_warning_says_so():
+    (said,) = warned([1], RECENT)
+    assert "no layout mends it" in said
