@@ -171,6 +171,10 @@ def _check_keys(batch: Mapping[str, Any]) -> None:
                 f"batch[{key!r}] is {_shown(value)}, not a tensor of [{b}, {s}, ...] that can be "
                 "split by rows: take it out of the batch and pass it to the model yourself"
             )
+        if value.dtype in (torch.uint16, torch.uint32, torch.uint64):
+            raise PackingError(
+                f"batch[{key!r}] is {value.dtype}, which torch cannot index: cast it"
+            )
     if batch.get("labels") is not None and batch.get("shift_labels") is not None:
         raise PackingError(
             "the batch holds labels and shift_labels: pass labels, which are shifted here, or "
@@ -211,6 +215,8 @@ def _split(batch: Mapping[str, Any], step: CpStep, padding_token_id: int) -> dic
     else:
         if not isinstance(positions, torch.Tensor):
             positions = torch.tensor(np.asarray(positions).tolist())  # any strides
+        if not positions.is_floating_point():
+            positions = positions.long()  # torch cannot index every width
         inputs["position_ids"] = _local_positions(positions, step)
     return inputs
 
@@ -225,12 +231,12 @@ def _local_positions(positions: torch.Tensor, step: CpStep) -> torch.Tensor:
 
 def _split_labels(batch: Mapping[str, Any], step: CpStep, dp: list[Transport]) -> dict[str, Any]:
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
-    if labels is None and shifted is None:
-        return {}
     if shifted is not None:
         targets = shifted.flatten()
-    else:
+    elif labels is not None:
         targets = next_token_targets(labels.flatten(), step.plan.row)
+    else:
+        return {}
     local = _local_rows(targets, step, IGNORE)
     return {
         "labels": local,
@@ -303,8 +309,9 @@ def make_cp_blockdiag_batch_and_ctx(
     local["padding_mask"] = ~_local_rows(real, step, False)
     if "labels" in local:
         lost = local["padding_mask"].to(local["labels"].device)
-        if loss_mask is not None and loss_mask.is_meta:
-            raise PackingError("loss_mask is on meta, without data: pass it on a device")
+        if loss_mask is not None and (loss_mask.is_meta or loss_mask.dim() != 2):
+            shown = f"{tuple(loss_mask.shape)} on {loss_mask.device}"
+            raise PackingError(f"loss_mask is {shown}; pass [B, S], with data")
         if loss_mask is not None:
             lost = lost | (local["loss_mask"] == 0).to(lost.device)
         local["labels"] = local["labels"].masked_fill(lost, IGNORE)

@@ -127,10 +127,11 @@ def _from_mask(value: Any, b: int, s: int) -> tuple[PackedRow, str]:
 
 def _from_offsets(batch: Mapping[str, Any], key: str, b: int, s: int) -> PackedRow:
     padded = {p: read.offsets(batch[p], p) for p in PADDED_KEYS if batch.get(p) is not None}
-    (first, slots), *others = padded.items() or [("", None)]
-    for name, other in others:
-        if not np.array_equal(slots, other):
-            raise PackingError(f"{first} and {name} contradict each other: pass one")
+    names = list(padded)
+    for name in names[1:]:
+        if not np.array_equal(padded[names[0]], padded[name]):
+            raise PackingError(f"{names[0]} and {name} contradict each other: pass one")
+    slots = padded[names[0]] if names else None
     row = PackedRow.from_cu_seqlens(batch[key], b * s, padded=slots)
     for number, (start, stop) in enumerate(row.documents):
         if start // s != (stop - 1) // s:
