@@ -278,3 +278,15 @@ def test_a_padding_token_that_the_ids_cannot_hold(fill):
     batch["input_ids"] = batch["input_ids"].to(torch.uint8)
     with pytest.raises(PackingError, match="padding_token_id is"):
         shard(batch, padding_token_id=fill)
+
+
+def test_a_loss_mask_that_would_broadcast():
+    batch = make([3], labels=torch.ones(1, 3).long())
+    with pytest.raises(PackingError, match=r"loss_mask is \(1, 3, 1\) on cpu; pass \[B, S\]"):
+        make_cp_blockdiag_batch_and_ctx(None, None, batch, torch.ones(1, 3, 1))
+
+
+def test_positions_of_any_width_are_split():
+    positions = torch.tensor([[0, 1, 0]], dtype=torch.uint32)
+    local = shard(make([2, 1], position_ids=positions)).inputs["position_ids"]
+    assert local.tolist() == [[0, 1, 0]]

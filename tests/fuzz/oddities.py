@@ -52,7 +52,7 @@ FLOAT_POKES = [0.5, -0.5, math.nan, math.inf, -math.inf, 1e30, 1e19, -1e300]
 
 
 def _poke(rng: random.Random, x: torch.Tensor, value: Any) -> torch.Tensor:
-    x = x.clone()
+    x = x.clone(memory_format=torch.contiguous_format)
     if x.numel():
         x.view(-1)[rng.randrange(x.numel())] = value
     return x
@@ -121,8 +121,8 @@ MUTATIONS: dict[str, Callable[[random.Random, torch.Tensor], Any]] = {
     "strided": lambda _, x: x.repeat_interleave(2, -1)[..., ::2] if x.dim() else x,
     "flipped_numpy": lambda _, x: _array(x)[..., ::-1] if x.dim() else x,
     "meta": lambda _, x: x.to("meta"),
-    "sparse": lambda _, x: x.to_sparse() if x.dim() else x,
-    "csr": lambda _, x: x.to_sparse_csr() if x.dim() == 2 else x,
+    "sparse": lambda _, x: x.double().to_sparse() if x.dim() else x,
+    "csr": lambda _, x: x.double().to_sparse_csr() if x.dim() == 2 else x,
     "nested": lambda _, x: torch.nested.nested_tensor(list(x.float())) if x.dim() > 1 else x,
     "grad": lambda _, x: x.double().requires_grad_(),
     "conjugate": lambda _, x: x.to(torch.complex64).conj(),
@@ -133,7 +133,6 @@ MUTATIONS: dict[str, Callable[[random.Random, torch.Tensor], Any]] = {
 
 def mutate(rng: random.Random, x: torch.Tensor) -> Any:
     """Return a tensor of numbers made wrong, or only unusual, in one way."""
-    torch.manual_seed(rng.randrange(1 << 30))
     plain = isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested
     if not plain or x.is_meta or x.requires_grad or x.is_conj():  # has been mutated before
         return anything(rng)

@@ -94,7 +94,7 @@ def plan_case(rng: random.Random) -> str:
 
 
 def test_plans():
-    judge("plans", 2000, plan_case)
+    judge("plans", plan_case)
 
 
 WORDS = ["flash", "te", "dense", "allgather", "halo", "a2a", "needed-only", "ALL_TO_ALL", "fa2"]
@@ -156,4 +156,4 @@ def knob_case(rng: random.Random) -> str:
 
 
 def test_knobs():
-    judge("knobs", 2500, knob_case)
+    judge("knobs", knob_case)

@@ -32,7 +32,7 @@ def test_targets_that_cannot_be_counted(targets):
         (torch.ones(4, 5).long(), torch.ones(4).long(), 1, "floating-point logits"),
         (torch.ones(4, 5), torch.full((4,), 5), 1, "Target 5 is out of bounds. Logits have 5"),
         (torch.ones(4, 5), torch.full((4,), -1), 1, "Target -1 is out of bounds"),
-        (torch.ones(4, 5), torch.ones(4).long(), 0, "num_targets=0 must be an int of at least 1"),
+        (torch.ones(4, 5), torch.ones(4).long(), 0, "num_targets=0 must be an int64 of at least 1"),
     ],
 )
 def test_losses_that_do_not_exist(logits, targets, count, said):

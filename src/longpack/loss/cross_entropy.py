@@ -25,14 +25,15 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, num_targets: int)
     check_labels(targets, "targets")
     tensor = isinstance(logits, torch.Tensor) and logits.layout is torch.strided
     rows = tensor and not logits.is_nested and logits.dtype.is_floating_point
-    if not rows or logits.shape[:-1] != targets.shape or logits.device != targets.device:
+    fits = rows and logits.dim() == targets.dim() + 1 and logits.shape[-1] > 0
+    if not fits or logits.shape[:-1] != targets.shape or logits.device != targets.device:
         kind = f"{tuple(logits.shape)} on {logits.device}" if rows else type(logits).__name__
         raise PackingError(
             f"logits are {kind}, targets {tuple(targets.shape)} on {targets.device}: pass "
             "floating-point logits of [*targets.shape, vocab] on the same device"
         )
-    if not isinstance(num_targets, int) or num_targets < 1:
-        raise PackingError(f"num_targets={num_targets!r} must be an int of at least 1")
+    if not isinstance(num_targets, int) or not 1 <= num_targets < 2**63:
+        raise PackingError(f"num_targets={num_targets!r} must be an int64 of at least 1")
     wide = logits.float() if logits.dtype.itemsize < 4 else logits
     try:
         total = F.cross_entropy(
