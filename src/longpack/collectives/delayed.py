@@ -12,7 +12,7 @@ from longpack.collectives.transport import Pending, Transport
 T = TypeVar("T")
 
 
-class Delayed:
+class Delayed(Transport):
     """A transport whose arrivals are there no sooner than `delay_s` after they set out.
 
     `exposed_s` adds up the seconds for which this rank waited for arrivals.
@@ -39,19 +39,6 @@ class Delayed:
     def group(self) -> Any:
         """The group of the transport within."""
         return self._transport.group
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self.start_all_gather(x).wait()
-
-    def all_to_all(
-        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        return self.start_all_to_all(x, send_counts, receive_counts).wait()
-
-    def point_to_point(
-        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        return self.start_point_to_point(x, send_counts, receive_counts).wait()
 
     def start_all_gather(self, x: torch.Tensor) -> Pending:
         return self._late(self._transport.start_all_gather(x))

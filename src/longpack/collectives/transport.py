@@ -33,6 +33,7 @@ class Transport(Protocol):
     """One rank's end of an axis. Every rank calls the same operations in the same order.
 
     What `start_x` returns, waited for, is what `x` returns; `out` takes the arrivals where given.
+    A class that inherits this has each `x` from its `start_x`.
     `group` identifies the axis: the process group, or the meeting point of the threads.
     """
 
@@ -44,19 +45,19 @@ class Transport(Protocol):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Stack `[n, ...]` of all ranks, in rank order: `[P * n, ...]`."""
-        ...
+        return self.start_all_gather(x).wait()
 
     def all_to_all(
         self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
         """Send `send_counts[r]` consecutive rows to each rank r; return arrivals in rank order."""
-        ...
+        return self.start_all_to_all(x, send_counts, receive_counts).wait()
 
     def point_to_point(
         self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
         """Like `all_to_all`, but only ranks with rows for each other talk."""
-        ...
+        return self.start_point_to_point(x, send_counts, receive_counts).wait()
 
     def start_all_gather(self, x: torch.Tensor) -> Pending:
         """Start an `all_gather`."""
@@ -87,7 +88,7 @@ class Transport(Protocol):
         ...
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """Ranks of a torch.distributed process group (gloo or NCCL)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -99,19 +100,6 @@ class ProcessGroupTransport:
     def group(self) -> dist.ProcessGroup:
         """The process group."""
         return self._group
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self.start_all_gather(x).wait()
-
-    def all_to_all(
-        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        return self.start_all_to_all(x, send_counts, receive_counts).wait()
-
-    def point_to_point(
-        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        return self.start_point_to_point(x, send_counts, receive_counts).wait()
 
     def start_all_gather(self, x: torch.Tensor) -> Pending:
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
@@ -293,7 +281,7 @@ class Loopback:
         return [value for _, value in met]
 
 
-class LoopbackTransport:
+class LoopbackTransport(Transport):
     """One rank's end of a `Loopback`."""
 
     def __init__(self, meeting: Loopback, rank: int) -> None:
@@ -306,23 +294,10 @@ class LoopbackTransport:
         """The meeting point."""
         return self._meeting
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def start_all_gather(self, x: torch.Tensor) -> Pending:
         rows = self._meeting.meet(self.rank, "all_gather", x)
         self._check_alike("all_gather", rows)
-        return torch.cat(rows)
-
-    def all_to_all(
-        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        return self._swap("all_to_all", x, send_counts, receive_counts)
-
-    def point_to_point(
-        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        return self._swap("point_to_point", x, send_counts, receive_counts)
-
-    def start_all_gather(self, x: torch.Tensor) -> Pending:
-        return _Arrived(self.all_gather(x))
+        return _Arrived(torch.cat(rows))
 
     def start_all_to_all(
         self,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longpack.errors import UnsupportedError
-from longpack.integrations.wrapping import Forward, Wrapped, wrap_forwards
+from longpack.integrations.wrapping import Forward, Wrapped, find_sites, wrap_forwards
 from longpack.recompute_replay import RecomputeReplay
 
 
@@ -34,20 +33,10 @@ def replay_indexers(
     Raises:
         UnsupportedError: where the model has no indexer.
     """
-    is_indexer = is_indexer or _has_indexer_name
-    sites = [name for name, module in model.named_modules() if is_indexer(module)]
-    if not sites:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no indexer: no module class name ends in 'Indexer'; "
-            "pass is_indexer="
-        )
+    sites = find_sites(model, "Indexer", is_indexer)
     return wrap_forwards(
         model, sites, lambda site, forward: partial(_index, channel, site, forward)
     )
-
-
-def _has_indexer_name(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Indexer")
 
 
 def _index(

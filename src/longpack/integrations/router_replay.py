@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from longpack.errors import UnsupportedError
-from longpack.integrations.wrapping import Forward, Wrapped, wrap_forwards
+from longpack.integrations.wrapping import Forward, Wrapped, find_sites, wrap_forwards
 from longpack.recompute_replay import IdCodec, RecomputeReplay
 
 _TOPK = (torch.topk, torch.Tensor.topk)
@@ -38,20 +37,10 @@ def replay_routers(
     Raises:
         UnsupportedError: where the model has no router.
     """
-    is_router = is_router or _has_router_name
-    sites = [name for name, module in model.named_modules() if is_router(module)]
-    if not sites:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no router: no module class name ends in 'Router'; "
-            "pass is_router="
-        )
+    sites = find_sites(model, "Router", is_router)
     return wrap_forwards(
         model, sites, lambda site, forward: partial(_route, channel, site, forward)
     )
-
-
-def _has_router_name(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Router")
 
 
 def _route(

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from longpack.errors import UnsupportedError
+
 Forward = Callable[..., Any]
 
 
@@ -18,6 +20,24 @@ class Wrapped:
         """Give the submodules their own forward back."""
         for site in self.sites:
             self._model.get_submodule(site).__dict__.pop("forward", None)
+
+
+def find_sites(
+    model: nn.Module, kind: str, chosen: Callable[[nn.Module], bool] | None
+) -> list[str]:
+    """Return the names of the submodules that are `chosen`, or whose class name ends in `kind`.
+
+    Raises:
+        UnsupportedError: the model has none.
+    """
+    chosen = chosen or (lambda module: type(module).__name__.endswith(kind))
+    sites = [name for name, module in model.named_modules() if chosen(module)]
+    if not sites:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no {kind.lower()}: no module class name ends in "
+            f"{kind!r}; pass is_{kind.lower()}="
+        )
+    return sites
 
 
 def wrap_forwards(
