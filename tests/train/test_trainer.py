@@ -1,14 +1,21 @@
 """The loop: the same losses over any mesh, after any stop, and nothing from elsewhere."""
 
+import copy
+import itertools
 import json
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from tests.train.runs import LLAMA, make_config, saved_in, write_documents
 
+from longpack import plan_step
+from longpack.blockdiag_cp import keep_in_recompute
 from longpack.errors import LongpackError, RunError, StepError
 from longpack.train import checkpoint, prepare, train, trainer
-from longpack.train.metrics import read_metrics
+from longpack.train.metrics import Traffic, loads_of, read_metrics
+from longpack.train.rows import Cursor
 from longpack.train.trainer import load_summary
 
 
@@ -266,10 +273,122 @@ def test_long_documents_are_cut_to_the_models_positions(tmp_path):
     assert record["documents"] >= 2 * 96 // 16
 
 
-def test_a_layer_that_attends_by_itself_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "attention_calls", lambda model: 3)
-    with pytest.raises(StepError, match=r"made 2 attention calls through longpack but .* 3 layers"):
-        train(make_config(tmp_path))
+def changed(monkeypatch, change):
+    """Have every run train a model that `change` was at."""
+
+    def build(config, tokenizer):
+        model = build_model(config, tokenizer)
+        change(model)
+        return model
+
+    build_model = prepare.build_model
+    monkeypatch.setattr(prepare, "build_model", build)
+
+
+def attends_by_itself(model):
+    model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
+    model.model.layers[1].self_attn.config._attn_implementation = "eager"
+
+
+def attends_twice(model):
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+
+    def twice(*args, **kwargs):
+        forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    attention.forward = twice
+
+
+def recomputes_all(model):
+    model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def recomputes_not_all(model):
+    recomputes_all(model)
+    model.model.layers[1].gradient_checkpointing = False
+
+
+def recomputes_without_attention(model):
+    context_fn = keep_in_recompute("attention")
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": context_fn})
+
+
+def recomputes_twice(model):
+    recomputes_all(model)
+    attention = model.model.layers[1].self_attn
+    forward, calls = attention.forward, itertools.count()
+
+    def again(*args, **kwargs):
+        if next(calls) % 2:  # in the recompute
+            with torch.no_grad():
+                forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    attention.forward = again
+
+
+@pytest.mark.parametrize(
+    ("change", "recomputes", "said"),
+    [
+        (attends_by_itself, False, "(1 attention calls in forward, not 2)"),
+        (attends_twice, False, "(3 attention calls in forward, not 2)"),
+        (recomputes_all, False, "(2 attention calls in backward, not 0)"),
+        (recomputes_not_all, True, "(1 attention calls in backward, not 2)"),
+        (recomputes_without_attention, True, "(0 attention calls in backward, not 2)"),
+        (recomputes_twice, True, "(3 attention calls in backward, not 2)"),
+    ],
+)
+def test_attention_calls_that_are_not_one_a_layer_stop_the_run(
+    change, recomputes, said, tmp_path, monkeypatch
+):
+    changed(monkeypatch, change)
+    config = make_config(tmp_path, model={"gradient_checkpointing": recomputes})
+    with pytest.raises(StepError) as caught:
+        train(config)
+    rows = [f"row {n} on rank 0 {said}" for n in (0, 1)]
+    assert f"step 1 did not attend through longpack once a layer: {', '.join(rows)}." in str(
+        caught.value
+    )
+
+
+def check_misfire(rank, world_size, folder):
+    """Rank 1's model recomputes though nobody asks for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            changed(patch, recomputes_all)
+        return check_error(rank, world_size, folder, [{"parallel": {"dp": 2}}] * 2)
+
+
+def test_every_rank_hears_of_one_ranks_attention_calls(on_ranks, tmp_path):
+    write_documents(tmp_path / "documents")
+    said = on_ranks(check_misfire, tmp_path, world_size=2)
+    assert said[0] == said[1]
+    assert "a layer: row 1 on rank 1 (2 attention calls in backward, not 0)." in said[0]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "calls"),
+    [({"cp": 2, "layout": "zigzag", "kv_exchange": "a2a"}, 8), ({"cp": 2}, 8), ({"dp": 2}, 4)],
+)
+def test_the_metrics_say_what_fired_and_what_ranks_share(parallel, calls, run_ranks, tmp_path):
+    """Against all rows of each step planned here: two rows, two layers, 2 K/V heads of 8 fp32."""
+    sections = {"parallel": parallel, "model": {"gradient_checkpointing": True}}
+    records = run_ranks(tmp_path, sections)
+    config = make_config(tmp_path, **sections)
+    packer, cursor = prepare.prepare(config).packer(), Cursor()
+    cp, dp = config.parallel.cp, config.parallel.dp
+    for record in records:
+        rows, cursor = packer.rows(cursor, 2)
+        plans = [
+            plan_step(row.documents, cp, config.parallel.layout, config.parallel.kv_exchange)
+            for row in rows
+        ]
+        loads = np.concatenate([loads_of(plans[replica::dp]) for replica in range(dp)], axis=1)
+        expected = asdict(Traffic.of_loads(loads, 2 * (2 * 2 * 8) * 4))
+        assert {name: record[name] for name in expected} == expected
+        assert record["attention_calls"] == calls
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):

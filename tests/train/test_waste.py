@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 
-from longpack import PackedRow
+from longpack import PackedRow, plan_step
 from longpack.errors import LongpackWarning
 from longpack.train.config import ParallelSection
-from longpack.train.metrics import Traffic
+from longpack.train.metrics import Traffic, loads_of
 from longpack.train.rows import Row
 from longpack.train.waste import RECENT, WasteWatch
 
@@ -17,15 +17,13 @@ def warned(lengths, steps, **parallel):
     """Return what a run of equal steps warns of, on two ranks."""
     rows = [Row(tokens=None, documents=PackedRow.from_lengths(lengths))]
     parallel = ParallelSection(cp=2, **parallel)
-
-    def traffic(of):
-        return Traffic.of_step(rows, of, (1, 8, 8), 4, 1)
-
+    plan = plan_step(rows[0].documents, 2, parallel.layout)
+    waste = Traffic.of_loads(loads_of([plan]), 64).attention_waste
     watch = WasteWatch(parallel)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
-            watch.see(traffic(parallel).attention_waste, traffic)
+            watch.see(waste, rows)
     assert all(w.category is LongpackWarning for w in caught)
     return [str(w.message) for w in caught]
 
@@ -54,3 +52,16 @@ def test_what_is_even_enough_is_not_warned_of(lengths, parallel):
 def test_where_no_layout_helps_the_warning_says_so():
     (said,) = warned([1], RECENT)
     assert "no layout mends it" in said
+
+
+def test_the_better_layout_is_judged_over_all_replicas():
+    """Each replica is even by itself, yet one has 64 times the pairs of the other."""
+    lengths = ([1] * 256, [128, 128])
+    rows = [Row(tokens=None, documents=PackedRow.from_lengths(n)) for n in lengths]
+    watch = WasteWatch(ParallelSection(cp=2, dp=2, warn_waste=0))
+    for _ in range(RECENT - 1):
+        watch.see(0.9, rows)
+    area = 256, 2 * 128 * 129 // 2
+    wasted = 1 - sum(area) / 2 / max(area)
+    with pytest.warns(LongpackWarning, match=f"would waste {wasted:.0%} .* instead of 90%"):
+        watch.see(0.9, rows)

@@ -9,10 +9,8 @@ from typing import Any, Self
 import numpy as np
 
 from longpack.errors import RunError
-from longpack.plan import plan_step
-from longpack.train.config import ParallelSection
+from longpack.plan import Plan
 from longpack.train.durable import sync_file, write_file, writing
-from longpack.train.rows import Row
 
 
 @dataclass(frozen=True)
@@ -36,40 +34,39 @@ class Traffic:
     kv_bytes_gather: int
 
     @classmethod
-    def of_step(
-        cls,
-        rows: Sequence[Row],
-        parallel: ParallelSection,
-        kv_shape: tuple[int, int, int],
-        element_bytes: int,
-        layers: int,
-    ) -> Self:
-        """Count the traffic of a step.
+    def of_loads(cls, loads: np.ndarray, token_bytes: int) -> Self:
+        """Make the figures of a step.
 
         Args:
-            rows: all of the step; row i goes to replica i mod dp.
-            parallel: the mesh, layout and exchange.
-            kv_shape: `(num_kv_heads, head_dim, v_head_dim)`.
-            element_bytes: of one number in K and V.
-            layers: attention layers.
+            loads: float64 `[3, ranks]`, `loads_of` of every replica side by side.
+            token_bytes: of one token's K and V in all layers.
         """
-        area, received, gathered = np.zeros((3, parallel.dp, parallel.cp))
-        heads, head_dim, v_head_dim = kv_shape
-        token_bytes = heads * (head_dim + v_head_dim) * element_bytes * layers
-        for number, row in enumerate(rows):
-            plan = plan_step(row.documents, parallel.cp, parallel.layout, parallel.kv_exchange)
-            replica = number % parallel.dp
-            area[replica] += plan.area
-            received[replica] += plan.received_tokens
-            gathered[replica] += plan.padded_length - plan.local_length
-        imbalance = float(area.max() / area.mean()) if area.any() else 1.0
+        area, received, gathered = loads
         return cls(
-            area_max_over_mean=imbalance,
-            attention_waste=1 - 1 / imbalance,
+            area_max_over_mean=float(area.max() / area.mean()) if area.any() else 1.0,
+            attention_waste=waste_of(area),
             kv_bytes_max=int(received.max()) * token_bytes,
             kv_bytes_mean=float(received.mean()) * token_bytes,
             kv_bytes_gather=int(gathered.max()) * token_bytes,
         )
+
+
+def loads_of(plans: Sequence[Plan]) -> np.ndarray:
+    """Return what the rows of one replica ask of each of its ranks, float64 `[3, cp]`.
+
+    Query-key pairs, K/V rows that arrive, and K/V rows that would were all gathered; each in one
+    attention call of every row.
+    """
+    loads = [
+        (p.area, p.received_tokens, [p.padded_length - p.local_length] * p.world_size)
+        for p in plans
+    ]
+    return np.array(loads, dtype=np.float64).sum(0)
+
+
+def waste_of(area: np.ndarray) -> float:
+    """Return the share of attention that the mean rank waits for the busiest, 1 - mean/max."""
+    return float(1 - area.mean() / area.max()) if area.any() else 0.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,8 @@ class StepMetrics:
         tokens: of all rows of the step.
         documents: documents, and pieces of documents, in these rows.
         tokens_per_s: over all ranks, rank 0's clock.
-        attention_calls: made by this rank's forwards, all through longpack.
+        attention_calls: that this rank's forwards and recomputes made through longpack; as many
+            as expected, or the step stops the run.
         epoch: passes over the corpus done before the step.
         traffic: its fields stand beside these in the file.
     """

@@ -51,19 +51,16 @@ def longest_document(model: Any, row_length: int) -> int:
     return min(row_length, positions or row_length)
 
 
-def attention_calls(model: Any) -> int:
-    """Return how many attention calls one forward must make: one a layer."""
-    return model.config.get_text_config().num_hidden_layers
-
-
-def kv_shape(model: Any) -> tuple[int, int, int]:
-    """Return `(num_kv_heads, head_dim, v_head_dim)` of the K and V that attention is given."""
+def kv_token_bytes(model: Any) -> int:
+    """Return the bytes of one token's K and V, as attention is given them, in all layers."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # latent attention expands K and V to every head
-        return heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_key_value_heads", None) or heads, head_dim, head_dim
+        numbers = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        numbers = 2 * head_dim * (getattr(config, "num_key_value_heads", None) or heads)
+    return numbers * model.dtype.itemsize * config.num_hidden_layers
 
 
 def shard_parameters(model: Any, mesh: DeviceMesh) -> None:

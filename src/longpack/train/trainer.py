@@ -5,22 +5,24 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from longpack.blockdiag_cp import ShardedBatch, shard_batch, state
 from longpack.errors import RunError, StepError
+from longpack.plan import Plan
 from longpack.train import checkpoint
 from longpack.train.checkpoint import Progress
-from longpack.train.config import ParallelSection, RunConfig
+from longpack.train.config import RunConfig
 from longpack.train.durable import read_json, write_json
+from longpack.train.fires import AttentionCalls, expected_calls, misfires
 from longpack.train.gradients import clip_gradients, sum_gradients
-from longpack.train.metrics import MetricsFile, StepMetrics, Traffic, read_metrics
-from longpack.train.model import attention_calls, kv_shape, shard_parameters
+from longpack.train.metrics import MetricsFile, StepMetrics, Traffic, loads_of, read_metrics
+from longpack.train.model import kv_token_bytes, shard_parameters
 from longpack.train.nonfinite import trace_nonfinite
 from longpack.train.prepare import Prepared, prepare
 from longpack.train.probe import BoundaryProbe, probe_boundaries
@@ -85,6 +87,21 @@ def train(
         return trainer.finish()
 
 
+@dataclass(frozen=True)
+class RowRun:
+    """What a row's forward and backward left on this rank.
+
+    Args:
+        loss: this rank's part, local sum / targets of the step.
+        plan: of the row.
+        calls: of attention.
+    """
+
+    loss: torch.Tensor
+    plan: Plan
+    calls: AttentionCalls
+
+
 class _Trainer:
     """A run on one rank, from its last checkpoint on.
 
@@ -96,7 +113,8 @@ class _Trainer:
     def __init__(self, prepared: Prepared, ranks: Ranks) -> None:
         config, model = prepared.config, prepared.model
         self.prepared, self.ranks, self.config, self.model = prepared, ranks, config, model
-        self.kv_shape, self.layers = kv_shape(model), attention_calls(model)
+        self.token_bytes = kv_token_bytes(model)
+        self.calls = expected_calls(model, config.model.gradient_checkpointing)
         self.packer, self.folder = prepared.packer(), config.run.folder
         model.to(ranks.device)
         if config.parallel.fsdp:
@@ -161,41 +179,68 @@ class _Trainer:
     def _step(self, step: int, rows: list[Row]) -> StepMetrics:
         """Make one optimizer step of all rows, this replica running its own."""
         began = time.perf_counter()
-        parallel = self.config.parallel
         _seed(self.config.run.seed, step, self.ranks.rank)
         num_targets = max(sum(row.num_targets for row in rows), 1)
-        mine = rows[self.ranks.replica :: parallel.dp]
-        loss = torch.stack([self._forward_backward(row, num_targets) for row in mine]).sum()
-        dist.all_reduce(loss)
-        grad_norm = self._reduce_gradients()
-        if not (math.isfinite(loss.item()) and math.isfinite(grad_norm)):
-            raise self._not_finite(step, loss.item(), grad_norm, rows, num_targets)
+        ran = [self._forward_backward(rows[n], num_targets) for n in self._mine()]
+        sums = self._sum_ranks(ran)
+        self._sum_gradients()
+        grad_norm = self._clip_gradients()
+        loss, misfired, *loads = sums.tolist()
+        if misfired:
+            raise self._misfired(step, ran)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise self._not_finite(step, loss, grad_norm, rows, num_targets)
         lr = self._optimize(step)
         tokens = sum(len(row.tokens) for row in rows)
-        traffic = self._traffic(rows, parallel)
-        if self.ranks.rank == 0:
-            self.waste.see(traffic.attention_waste, partial(self._traffic, rows))
         return StepMetrics(
             step=step,
-            loss=loss.item(),
+            loss=loss,
             grad_norm=grad_norm,
             lr=lr,
             tokens=tokens,
             documents=sum(len(row.documents) for row in rows),
             tokens_per_s=tokens / (time.perf_counter() - began),
-            attention_calls=self.layers * len(mine),
+            attention_calls=sum(row.calls.total for row in ran),
             epoch=self.progress.cursor.epoch,
-            traffic=traffic,
+            traffic=self._traffic(loads, rows),
         )
 
-    def _traffic(self, rows: list[Row], parallel: ParallelSection) -> Traffic:
-        element_bytes = getattr(torch, self.config.model.dtype).itemsize
-        return Traffic.of_step(rows, parallel, self.kv_shape, element_bytes, self.layers)
+    def _mine(self) -> range:
+        """Return the numbers, in the step, of this replica's rows."""
+        return range(self.ranks.replica, self.config.rows_per_step, self.config.parallel.dp)
 
-    def _reduce_gradients(self) -> float:
-        """Give every rank the gradients of all, clipped; return their norm before that."""
+    def _sum_ranks(self, ran: list[RowRun]) -> torch.Tensor:
+        """Return the step's loss and `_counts`, summed over all ranks in one collective."""
+        loss = torch.stack([row.loss for row in ran]).double().sum()
+        sums = torch.cat([loss[None], self._counts(ran).to(loss.device)])
+        dist.all_reduce(sums)
+        return sums
+
+    def _counts(self, ran: list[RowRun]) -> torch.Tensor:
+        """Return how many rows misfired here, then the loads `[3, ranks]`, others' zero.
+
+        Every rank adds its own column, of the plans that its rows ran with: none is planned
+        again, and no rank plans the rows of another replica.
+        """
+        loads = np.zeros((3, dist.get_world_size()))
+        cp_rank = self.ranks.cp_mesh.get_local_rank()
+        loads[:, self.ranks.rank] = loads_of([row.plan for row in ran])[:, cp_rank]
+        misfired = sum(row.calls != self.calls for row in ran)
+        return torch.from_numpy(np.append(misfired, loads))
+
+    def _traffic(self, loads: list[float], rows: list[Row]) -> Traffic:
+        """Return the step's traffic, having warned where it is time."""
+        traffic = Traffic.of_loads(np.array(loads).reshape(3, -1), self.token_bytes)
+        if self.ranks.rank == 0:
+            self.waste.see(traffic.attention_waste, rows)
+        return traffic
+
+    def _sum_gradients(self) -> None:
         if not self.config.parallel.fsdp:  # FSDP has summed them in backward
             sum_gradients(self.parameters)
+
+    def _clip_gradients(self) -> float:
+        """Clip the gradients where asked; return their norm before that."""
         return clip_gradients(self.parameters, self.config.optimizer.grad_clip)
 
     def _optimize(self, step: int) -> float:
@@ -208,16 +253,25 @@ class _Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return lr
 
+    def _misfired(self, step: int, ran: list[RowRun]) -> StepError:
+        """Return the error that names the rows, ranks and passes that attended otherwise."""
+        calls = zip(self._mine(), (row.calls for row in ran), strict=True)
+        found = misfires(calls, self.calls, self.ranks.rank)
+        return StepError(
+            f"step {step} did not attend through longpack once a layer: {self._named(found)}. In "
+            "forward that is a layer that attends by itself, so its documents leak, or twice; in "
+            "backward a recompute that skips or repeats attention, or that "
+            f"model.gradient_checkpointing = {self.config.model.gradient_checkpointing} forbids"
+        )
+
     def _not_finite(
         self, step: int, loss: float, grad_norm: float, rows: list[Row], num_targets: int
     ) -> RunError:
         """Return the error that names the documents and ranks that broke a step."""
         _seed(self.config.run.seed, step, self.ranks.rank)
-        mine = range(self.ranks.replica, len(rows), self.config.parallel.dp)
-        sharded = ((number, self._shard(rows[number])) for number in mine)
+        sharded = ((number, self._shard(rows[number])) for number in self._mine())
         found = trace_nonfinite(self.model, sharded, num_targets, self.ranks.rank)
-        named = [name for names in gather(lambda: found, "trace") for name in names]
-        where = f"{', '.join(named[:8])}{', ...' if len(named) > 8 else ''}" or "no document alone"
+        where = self._named(found) or "no document alone"
         return RunError(
             f"step {step} has loss {loss} and gradient norm {grad_norm}, not finite in {where}. "
             "If that is nearly every document, lower optimizer.lr, raise optimizer.warmup or set "
@@ -225,21 +279,22 @@ class _Trainer:
             "is kept"
         )
 
-    def _forward_backward(self, row: Row, num_targets: int) -> torch.Tensor:
-        """Run one row and return this rank's part of the loss: local sum / `num_targets`."""
+    def _named(self, found: list[str]) -> str:
+        """Return what all ranks found, cut short; every rank calls it."""
+        named = [name for names in gather(lambda: found, "trace") for name in names]
+        return f"{', '.join(named[:8])}{', ...' if len(named) > 8 else ''}"
+
+    def _forward_backward(self, row: Row, num_targets: int) -> RowRun:
+        """Run one row, its gradients added to those of the step."""
         sharded = self._shard(row)
         # The step's targets, not only this row's: every rank knows all rows, so none need ask.
         inputs = {**sharded.inputs, "num_items_in_batch": num_targets}
         state.reset_cp_attn_fire_count()
         loss = self.model(**inputs).loss
-        fired = state.cp_attn_fire_count()
-        if fired != self.layers:
-            raise StepError(
-                f"the forward made {fired} attention calls through longpack but the model has "
-                f"{self.layers} layers: some layer attends by itself, so its documents leak"
-            )
+        forward = state.cp_attn_fire_count()
         loss.backward()
-        return loss.detach()
+        backward = state.cp_attn_fire_count() - forward
+        return RowRun(loss.detach(), sharded.plan, AttentionCalls(forward, backward))
 
     def _shard(self, row: Row) -> ShardedBatch:
         parallel, device = self.config.parallel, self.ranks.device

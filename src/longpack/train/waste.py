@@ -2,12 +2,16 @@
 
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from statistics import fmean
 
+import numpy as np
+
 from longpack.errors import LongpackWarning
+from longpack.plan import plan_step
 from longpack.train.config import ParallelSection
-from longpack.train.metrics import Traffic
+from longpack.train.metrics import loads_of, waste_of
+from longpack.train.rows import Row
 
 RECENT = 20  # steps: one uneven row is no reason to warn
 
@@ -23,12 +27,12 @@ class WasteWatch:
         self._parallel, self._warned = parallel, False
         self._recent: deque[float] = deque(maxlen=RECENT)
 
-    def see(self, waste: float, traffic_as: Callable[[ParallelSection], Traffic]) -> None:
+    def see(self, waste: float, rows: Sequence[Row]) -> None:
         """Take in a step, and warn if it is time.
 
         Args:
             waste: of the step, `Traffic.attention_waste`.
-            traffic_as: counts the step as another layout would run it; called at most once.
+            rows: of the step, all replicas'; planned anew once, when the warning comes.
 
         Warns:
             LongpackWarning: once, with what the last step would waste in layout `balanced`.
@@ -38,11 +42,11 @@ class WasteWatch:
         if self._warned or len(self._recent) < RECENT or mean <= limit:
             return
         self._warned = True
-        other = traffic_as(self._parallel.model_copy(update={"layout": "balanced"}))
+        other = self._waste_in("balanced", rows)
         remedy = (
-            f'set parallel.layout = "balanced", which would waste {other.attention_waste:.0%} of '
-            f"the last step instead of {waste:.0%}"
-            if other.attention_waste < waste
+            f'set parallel.layout = "balanced", which would waste {other:.0%} of the last step '
+            f"instead of {waste:.0%}"
+            if other < waste
             else "no layout mends it: raise run.rows_per_step, or lower data.document_length"
         )
         warnings.warn(
@@ -52,3 +56,9 @@ class WasteWatch:
             LongpackWarning,
             stacklevel=2,
         )
+
+    def _waste_in(self, layout: str, rows: Sequence[Row]) -> float:
+        cp, dp = self._parallel.cp, self._parallel.dp
+        plans = [plan_step(row.documents, cp, layout) for row in rows]
+        area = [loads_of(plans[replica::dp])[0] for replica in range(dp)]
+        return waste_of(np.array(area))
