@@ -134,14 +134,14 @@ def test_resuming_is_bitwise_the_uninterrupted_run(model, tmp_path):
 def finished_model(config):
     """The model of a finished run, as its last checkpoint has it."""
     kept = {}
-    finish = trainer._Trainer.finish
+    finish = trainer.Trainer.finish
 
     def keep(run):
         kept["model"] = run.model
         return finish(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer._Trainer, "finish", keep)
+        patch.setattr(trainer.Trainer, "finish", keep)
         train(config)
     return kept["model"]
 

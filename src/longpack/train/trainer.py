@@ -80,7 +80,7 @@ def train(
     """
     with join_ranks(config.parallel) as ranks:
         prepared = agree(lambda: prepare(config), lambda prepared: prepared.agreement)
-        trainer = _Trainer(prepared, ranks)
+        trainer = Trainer(prepared, ranks)
         on_begin(prepared.about(), trainer.resumed_from)
         for metrics in trainer.steps():
             on_step(metrics)
@@ -102,7 +102,7 @@ class RowRun:
     calls: AttentionCalls
 
 
-class _Trainer:
+class Trainer:
     """A run on one rank, from its last checkpoint on.
 
     Args:
@@ -140,8 +140,7 @@ class _Trainer:
             rows, after = self.packer.rows(self.progress.cursor, self.config.rows_per_step)
             metrics = self._step(step, rows)
             self.progress = Progress(step, after)
-            if self.metrics is not None:
-                self.metrics.write(metrics)
+            self._write(metrics)
             if every and (step % every == 0 or step == last):
                 if self.metrics is not None:
                     self.metrics.sync()
@@ -205,6 +204,10 @@ class _Trainer:
             traffic=self._traffic(loads, rows),
         )
 
+    def _write(self, metrics: StepMetrics) -> None:
+        if self.metrics is not None:
+            self.metrics.write(metrics)
+
     def _mine(self) -> range:
         """Return the numbers, in the step, of this replica's rows."""
         return range(self.ranks.replica, self.config.rows_per_step, self.config.parallel.dp)
@@ -223,7 +226,7 @@ class _Trainer:
         again, and no rank plans the rows of another replica.
         """
         loads = np.zeros((3, dist.get_world_size()))
-        cp_rank = self.ranks.cp_mesh.get_local_rank()
+        cp_rank = self.ranks.mesh.get_local_rank("cp")
         loads[:, self.ranks.rank] = loads_of([row.plan for row in ran])[:, cp_rank]
         misfired = sum(row.calls != self.calls for row in ran)
         return torch.from_numpy(np.append(misfired, loads))
