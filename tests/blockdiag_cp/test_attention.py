@@ -240,7 +240,9 @@ def test_a_bad_rank_ends_every_rank():
 
     with pytest.raises(StepError, match=r"rank 1 of 2 \(cp\).*do not divide"):
         Loopback(2, timeout_s=20).run(body)
-    assert "rank 0 of 2 (cp): all_gather failed" in seen[0]
+    assert f"rank 0 of 2 (cp): all_gather (plan {plan.digest[:8]}, forward) failed" in seen[0]
+    assert "waiting for rank 1: it ended" in seen[0]
+    assert "rank 1 ended with StepError: rank 1 of 2 (cp): attention does not fit" in seen[0]
 
 
 def test_recompute_without_its_step_raises_and_with_it_is_exact():

@@ -130,7 +130,7 @@ def test_ranks_with_different_packs_all_raise_naming_the_first_difference():
 
     Loopback(2).run(body)
     for rank in (0, 1):
-        assert f"rank {rank} of 2 (cp): ranks hold different plans" in said[rank]
+        assert f"rank {rank} of 2 (cp): ranks hold different batches" in said[rank]
         assert "document 0 covers rows (0, 4) on 0 and (0, 5) on 1" in said[rank]
 
 
@@ -163,24 +163,62 @@ def test_a_rank_that_cannot_read_its_batch_ends_every_rank():
     assert said[0].startswith("AgreementError: rank 0 of 2 (cp): rank 1 could not plan this step")
 
 
-def test_agreement_is_checked_on_the_first_step_and_when_asked():
+@pytest.mark.parametrize("on_host", [True, False])
+def test_agreement_is_checked_by_default_where_no_device_waits(on_host):
     batches = [make([4, 4]), make([5, 3])]
 
     def body(t):
+        t.moves_host_tensors = on_host
         shard(make(), t)  # the first step: agreed
-        shard(batches[t.rank], t)  # later ones are not compared
         shard(batches[t.rank], t, check_agreement=False)
         with pytest.raises(AgreementError):
             shard(batches[t.rank], t, check_agreement=True)
+        if on_host:
+            with pytest.raises(AgreementError, match=r"document 0 covers rows \(0, 4\) on 0"):
+                shard(batches[t.rank], t)
+        else:
+            shard(batches[t.rank], t)
         return True
 
     assert Loopback(2).run(body) == [True, True]
 
 
+@pytest.mark.parametrize("key", ["input_ids", "labels"])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_one_other_token_is_another_batch(key, steps_before):
+    """The same documents, one token changed: a loader that is not seeded alike."""
+    batches = [make(labels=torch.arange(8)[None]) for _ in range(2)]
+    batches[1][key] = batches[1][key].clone()
+    batches[1][key][0, 2] += 1
+
+    def body(t):
+        for _ in range(steps_before):
+            shard(make(), t)
+        with pytest.raises(AgreementError, match=f"alike, but {key} of rank 1 and of rank 0"):
+            shard(batches[t.rank], t)
+
+    Loopback(2).run(body)
+
+
+def test_a_rank_that_cannot_read_a_later_batch_ends_every_rank():
+    said = {}
+
+    def body(t):
+        shard(make(), t)
+        try:
+            shard(make() if t.rank == 0 else {"input_ids": torch.zeros(1, 8)}, t)
+        except LongpackError as error:
+            said[t.rank] = f"{type(error).__name__}: {error}"
+
+    Loopback(2).run(body)
+    assert said[1].startswith("PackingError: the batch (keys: ['input_ids']) does not say")
+    assert said[0].startswith("AgreementError: rank 0 of 2 (cp): rank 1 could not plan this step")
+
+
 def check_gloo_disagreement(rank, world_size):
     import torch.distributed as dist
 
-    with pytest.raises(AgreementError, match=r"rank \d of 2 \(cp\): ranks hold different plans"):
+    with pytest.raises(AgreementError, match=r"rank \d of 2 \(cp\): ranks hold different batches"):
         shard(make([4, 4] if rank == 0 else [5, 3]), dist.group.WORLD, check_agreement=True)
     shard(make(), dist.group.WORLD, check_agreement=True)  # and the group still works
 

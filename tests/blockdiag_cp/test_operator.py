@@ -59,18 +59,22 @@ def test_the_operator_keeps_its_promises():
 
         rank, world_size, group = 1, 2, None
 
+        def enter(self, place):
+            self.place = place
+
         def start_all_to_all(self, x, send_counts, receive_counts, out=None):
             arrived = x.new_zeros((sum(receive_counts), *x.shape[1:]))
             rows = arrived if out is None else out.copy_(arrived)
             return type("Now", (), {"wait": lambda self: rows})()
 
-    step = CpStep.make(plan, Alone())
+    step = CpStep.make(plan, Alone(), number=3)
     rows = [x.detach().squeeze(0).transpose(0, 1) for x in tensors(12)]
     for x in rows:
         x.requires_grad_()
     torch.library.opcheck(
-        operator.attend, (*rows, step.token, "flash_cpu", 0.3), rtol=1e-9, atol=1e-9
+        operator.attend, (*rows, step.token, "flash_cpu", 0.3, 7), rtol=1e-9, atol=1e-9
     )
+    assert step.transport.place == f"layer 7 of batch 3 (plan {plan.digest[:8]}), backward"
 
 
 def test_what_holds_the_token_holds_the_step():

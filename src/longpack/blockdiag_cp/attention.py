@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from longpack.blockdiag_cp import state
 from longpack.blockdiag_cp.arguments import check_types
 from longpack.blockdiag_cp.carry import resolve_step
+from longpack.blockdiag_cp.operator import name_call
 from longpack.blockdiag_cp.step import CpStep
 from longpack.collectives import exchange_rows
 from longpack.errors import StepError, UnsupportedError, rank_prefix
@@ -23,6 +24,7 @@ def cp_blockdiag_sdpa(
     *,
     attn_mask: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    layer: int | None = None,
 ) -> torch.Tensor:
     """Attend each local query to its own document, from its start through the query itself.
 
@@ -44,6 +46,7 @@ def cp_blockdiag_sdpa(
         step: the step; by default the one whose `with` block is open.
         attn_mask: must be None under a step, which alone says what is masked.
         is_causal: must not be False under a step.
+        layer: of the model, from 0; errors of the exchange name it.
 
     Returns:
         `[1, num_heads, local_length, v_head_dim]`.
@@ -74,11 +77,13 @@ def cp_blockdiag_sdpa(
     # squeezed, not indexed: the backward of an index fills a tensor with zeros first
     rows = tuple(x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[3] ** -0.5 if scale is None else scale
+    layer = -1 if layer is None else layer
     if kernel in TILED:
-        out, _, _ = torch.ops.longpack.attend(*rows, step.token, kernel, scale)
+        out, _, _ = torch.ops.longpack.attend(*rows, step.token, kernel, scale, layer)
     else:
         state._CP_ATTN_FIRE_COUNT[0] += 1
-        out = attend(kernel, rows[0], *_bring(rows[1], rows[2], step), step.segments, scale)
+        keys, values = _bring(rows[1], rows[2], step, name_call(layer, step.name))
+        out = attend(kernel, rows[0], keys, values, step.segments, scale)
     return out.transpose(0, 1).unsqueeze(0)
 
 
@@ -89,7 +94,7 @@ def _choose(attn_backend: str, device_type: str, dtype: torch.dtype, *heads: int
 
 
 def _bring(
-    key: torch.Tensor, value: torch.Tensor, step: CpStep
+    key: torch.Tensor, value: torch.Tensor, step: CpStep, place: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the K and V rows that this rank reads, `[num_keys, num_kv_heads, dim]` each.
 
@@ -97,7 +102,7 @@ def _bring(
     """
     if step.route.kind == "none" and step.route.key_index is None:
         return key[: step.route.num_keys], value[: step.route.num_keys]
-    fused = exchange_rows(torch.cat([key, value], dim=-1), step.transport, step.route)
+    fused = exchange_rows(torch.cat([key, value], dim=-1), step.transport, step.route, place)
     return tuple(fused.split([key.shape[-1], value.shape[-1]], dim=-1))  # pyright: ignore
 
 

@@ -11,7 +11,7 @@ import torch
 from longpack.blockdiag_cp import state
 from longpack.blockdiag_cp.agreement import agree_on_plan
 from longpack.blockdiag_cp.step import CpStep
-from longpack.collectives import Transport, as_transport, gather_rows
+from longpack.collectives import Transport, as_transport, count_meeting, gather_rows
 from longpack.errors import PackingError
 from longpack.loss import IGNORE, check_labels, count_targets, next_token_targets
 from longpack.packing import (
@@ -113,8 +113,10 @@ def shard_batch(
         kv_exchange, attn_backend: this step's choice; the configured one by default.
         text_row: see `PackedRow.from_position_ids`.
         cost_model: what layout `auto` predicts with, the same on every rank.
-        check_agreement: compare plans over the ranks before anything else. By default on the
-            first step of each axis; True for this one too, False to skip.
+        check_agreement: compare plans, and tokens and labels that are on the host, over the ranks
+            before anything else. By default for every batch where the axis moves host tensors
+            (gloo; one exchange of 12 bytes a rank), else for the axis's first; True for this one
+            too, False to skip.
         overlap, stages: how the K/V exchange hides behind attention; see `CpStep.make`.
 
     Raises:
@@ -136,10 +138,13 @@ def shard_batch(
         knob = state.normalize_kv_exchange(exchange)
         return plan_step(row, transport.world_size, layout, knob, cost_model)
 
-    agreed = agree_on_plan(plan, transport, check_agreement)
+    number = count_meeting(transport)  # counted whatever check_agreement says
+    agreed = agree_on_plan(plan, batch, transport, check_agreement, first=number == 1)
     primary = batch["input_ids" if batch.get("input_ids") is not None else "inputs_embeds"]
     knob = state.normalize_attn_backend(backend)
-    step = CpStep.make(agreed, transport, primary.device, knob, overlap=overlap, stages=stages)
+    step = CpStep.make(
+        agreed, transport, primary.device, knob, overlap=overlap, stages=stages, number=number
+    )
     inputs = _split(batch, step, padding_token_id)
     inputs.update(_split_labels(batch, step, _axes(dp_mesh)))
     inputs.update(cp_step=step, use_cache=False)

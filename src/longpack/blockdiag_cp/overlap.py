@@ -37,6 +37,7 @@ class StagedAttention:
         route: this rank's part of the exchange.
         transport: this rank's end of the axis.
         overlap: attend own rows while others travel; if not, wait first.
+        name: of the step, for messages.
     """
 
     local: Segments
@@ -44,12 +45,19 @@ class StagedAttention:
     route: StagedRoute
     transport: Transport
     overlap: bool
+    name: str
     # After gradients of arrivals, those of own rows are added to, not written over.
     adding: tuple[Tile, ...]
 
     @classmethod
     def make(
-        cls, plan: Plan, transport: Transport, device: torch.device, overlap: bool, stages: int
+        cls,
+        plan: Plan,
+        transport: Transport,
+        device: torch.device,
+        overlap: bool,
+        stages: int,
+        name: str = "",
     ) -> Self:
         """Put one rank's parts of a plan on its device."""
         parts = cut_parts(plan, transport.rank, stages)
@@ -61,6 +69,7 @@ class StagedAttention:
             route=_route(kind, parts, device),
             transport=transport,
             overlap=overlap,
+            name=name,
             adding=tuple(replace(tile, continues=True) for tile in local.tiles),
         )
 

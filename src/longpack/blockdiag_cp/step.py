@@ -32,6 +32,7 @@ class CpStep:
         attn_backend: `flash`, `te` or `dense`.
         overlap: whether the K/V exchange hides behind attention of the rank's own rows.
         stages: exchanges that a rank's arrivals are split over.
+        number: of the batch on its axis, from 1, for messages; 0 where nobody counted.
     """
 
     plan: Plan
@@ -40,6 +41,7 @@ class CpStep:
     attn_backend: str
     overlap: bool = True
     stages: int = 1
+    number: int = 0
     _tokens: list[Any] = field(default_factory=list, repr=False)
 
     @classmethod
@@ -52,6 +54,7 @@ class CpStep:
         *,
         overlap: bool = True,
         stages: int | None = None,
+        number: int = 0,
     ) -> Self:
         """Put a plan on a device, for this rank.
 
@@ -66,6 +69,7 @@ class CpStep:
             stages: split what arrives over so many exchanges, each attended while the next
                 travels; by default as many as `choose_stages` predicts to be fastest. The same
                 on every rank. An all-gather has one.
+            number: of the batch on its axis, from 1; errors name it.
 
         Raises:
             StepError: a plan for another world size, or stages below 1.
@@ -75,13 +79,16 @@ class CpStep:
                 f"the plan is for {plan.world_size} ranks but the cp axis has "
                 f"{transport.world_size}: plan with world_size={transport.world_size}"
             )
-        if stages is not None and stages < 1:
-            raise StepError(f"stages={stages} must be at least 1")
+        if stages is not None and (type(stages) is not int or stages < 1):
+            shown = stages if isinstance(stages, int | float) else type(stages).__name__
+            raise StepError(f"stages={shown}; it must be an int of at least 1, or None")
         if stages is None:
             stages = choose_stages(plan)
         elif plan.kv_exchange == "allgather":
             stages = 1
-        backend = attn_backend or state.cp_varlen_runtime_config()["attn_backend"]
+        backend = attn_backend
+        if backend is None:
+            backend = state.cp_varlen_runtime_config()["attn_backend"]
         step = cls(
             plan,
             transport,
@@ -89,6 +96,7 @@ class CpStep:
             state.normalize_attn_backend(backend),
             overlap,
             stages,
+            number,
         )
         if step.device.type == "cpu":  # where kernels attend in parts
             _ = step.token  # now: torch.compile can read a cached property but not make it
@@ -98,7 +106,7 @@ class CpStep:
     def staged(self) -> StagedAttention:
         """Tiles and route of kernels that attend in parts; built once."""
         return StagedAttention.make(
-            self.plan, self.transport, self.device, self.overlap, self.stages
+            self.plan, self.transport, self.device, self.overlap, self.stages, self.name
         )
 
     @cached_property
@@ -116,6 +124,12 @@ class CpStep:
     def route(self) -> Route:
         """How the keys of `segments` are brought together; for kernels of one call."""
         return _route(self.plan, self.rank, self.device)
+
+    @cached_property
+    def name(self) -> str:
+        """What errors of collectives call the step."""
+        plan = f"plan {self.plan.digest[:8]}"
+        return f"batch {self.number} ({plan})" if self.number else plan
 
     @property
     def group(self) -> Any:

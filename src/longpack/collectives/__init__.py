@@ -1,8 +1,12 @@
 """Differentiable exchanges between ranks: the only room that talks to process groups."""
 
-from longpack.collectives.agreement import Vote, collect_votes, first_meeting
+from longpack.collectives.agreement import Vote, are_equal, collect_votes, count_meeting
+from longpack.collectives.axis import as_transport
 from longpack.collectives.delayed import Delayed
 from longpack.collectives.exchange import Route, exchange_rows, gather_rows
+from longpack.collectives.lookout import say_farewell
+from longpack.collectives.loopback import Loopback, LoopbackTransport
+from longpack.collectives.process_group import ProcessGroupTransport
 from longpack.collectives.staged import (
     Arriving,
     Stage,
@@ -11,14 +15,7 @@ from longpack.collectives.staged import (
     start_home,
     start_rows,
 )
-from longpack.collectives.transport import (
-    Loopback,
-    LoopbackTransport,
-    Pending,
-    ProcessGroupTransport,
-    Transport,
-    as_transport,
-)
+from longpack.collectives.transport import Pending, Transport
 
 __all__ = [
     "Arriving",
@@ -33,11 +30,13 @@ __all__ = [
     "Transport",
     "Vote",
     "add_home",
+    "are_equal",
     "as_transport",
     "collect_votes",
+    "count_meeting",
     "exchange_rows",
-    "first_meeting",
     "gather_rows",
+    "say_farewell",
     "start_home",
     "start_rows",
 ]

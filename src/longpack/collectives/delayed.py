@@ -33,12 +33,16 @@ class Delayed(Transport):
         self._transport = transport
         self._delay_s, self._clock, self._sleep = delay_s, clock, sleep
         self.rank, self.world_size = transport.rank, transport.world_size
+        self.moves_host_tensors = transport.moves_host_tensors
         self.exposed_s = 0.0
 
     @property
     def group(self) -> Any:
         """The group of the transport within."""
         return self._transport.group
+
+    def enter(self, place: str) -> None:
+        self._transport.enter(place)
 
     def start_all_gather(self, x: torch.Tensor) -> Pending:
         return self._late(self._transport.start_all_gather(x))
@@ -60,6 +64,9 @@ class Delayed(Transport):
         out: torch.Tensor | None = None,
     ) -> Pending:
         return self._late(self._transport.start_point_to_point(x, send_counts, receive_counts, out))
+
+    def start_all_reduce(self, x: torch.Tensor) -> Pending:
+        return self._late(self._transport.start_all_reduce(x))
 
     def all_gather_object(self, value: T) -> list[T]:
         return self._transport.all_gather_object(value)

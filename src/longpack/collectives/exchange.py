@@ -33,7 +33,9 @@ class Route:
     num_keys: int
 
 
-def exchange_rows(x: torch.Tensor, transport: Transport, route: Route) -> torch.Tensor:
+def exchange_rows(
+    x: torch.Tensor, transport: Transport, route: Route, place: str = ""
+) -> torch.Tensor:
     """Bring together the rows that this rank reads.
 
     Forward: `result = landed[key_index]`. Backward, its transpose: the gradient of every copy
@@ -44,11 +46,12 @@ def exchange_rows(x: torch.Tensor, transport: Transport, route: Route) -> torch.
         x: local rows `[n, ...]`.
         transport: the axis; every rank holds the same plan.
         route: this rank's part.
+        place: where in the model this is, for messages.
 
     Returns:
         `[route.num_keys, ...]`.
     """
-    return _Exchange.apply(x, transport, route)  # pyright: ignore[reportReturnType]
+    return _Exchange.apply(x, transport, route, place)  # pyright: ignore[reportReturnType]
 
 
 def gather_rows(x: torch.Tensor, transport: Transport) -> torch.Tensor:
@@ -58,8 +61,11 @@ def gather_rows(x: torch.Tensor, transport: Transport) -> torch.Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, transport: Transport, route: Route) -> torch.Tensor:
-        ctx.transport, ctx.route, ctx.shape = transport, route, x.shape
+    def forward(
+        ctx: Any, x: torch.Tensor, transport: Transport, route: Route, place: str
+    ) -> torch.Tensor:
+        ctx.transport, ctx.route, ctx.shape, ctx.place = transport, route, x.shape, place
+        transport.enter(f"{place}, forward")
         if route.kind == "none":
             landed = x
         elif route.kind == "allgather":
@@ -76,8 +82,9 @@ class _Exchange(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         transport, route, shape = ctx.transport, ctx.route, ctx.shape
+        transport.enter(f"{ctx.place}, backward")
         landed_rows = shape[0]
         if route.kind == "allgather":
             landed_rows *= transport.world_size
@@ -85,14 +92,14 @@ class _Exchange(torch.autograd.Function):
             landed_rows += sum(route.receive_counts)
         landed = _place(grad, route, landed_rows)
         if route.kind == "none":
-            return landed, None, None
+            return landed, None, None, None
         if route.kind == "allgather":
-            return _sum_home(landed, transport), None, None
+            return _sum_home(landed, transport), None, None, None
         home, away = landed[: shape[0]], landed[shape[0] :]
         back = _move(transport, route.kind, away, route.receive_counts, route.send_counts)
         total = home.to(_sum_dtype(grad.dtype), copy=True)
         total.index_add_(0, route.send_index, back.to(total.dtype))
-        return total.to(grad.dtype), None, None
+        return total.to(grad.dtype), None, None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -55,7 +55,8 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend under the step; query `[1, H, L, D]`, K/V `[1, Hkv, L, D]`, out `[1, L, H, Dv]`."""
     step = resolve_step(cp_step)
-    layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    number = getattr(module, "layer_idx", None)
+    layer = f"{type(module).__name__} of layer {'?' if number is None else number}"
     if step is None:
         raise StepError(
             f"{layer} runs with attn_implementation='longpack' but without a step, so it does not "
@@ -66,7 +67,9 @@ def _attention(
     if refused:
         prefix = rank_prefix(step.rank, step.world_size)
         raise UnsupportedError(f"{prefix}{layer} asks what is not honoured: {'; '.join(refused)}")
-    out = cp_blockdiag_sdpa(query, key, value, scale=scaling, enable_gqa=True, step=step)
+    out = cp_blockdiag_sdpa(
+        query, key, value, scale=scaling, enable_gqa=True, step=step, layer=number
+    )
     return out.transpose(1, 2), None
 
 

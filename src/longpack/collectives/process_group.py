@@ -1,0 +1,143 @@
+"""Ranks of a torch.distributed process group."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from longpack.collectives.lookout import Lookout, lookout_of
+from longpack.collectives.transport import Pending, Transport
+
+T = TypeVar("T")
+
+# torch 2.13 renamed it and warns at the old name, which torch 2.10 has alone.
+_all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ProcessGroupTransport(Transport):
+    """Ranks of a torch.distributed process group (gloo or NCCL).
+
+    Operations end within the group's timeout. Over gloo a rank then raises, with where the others
+    are; over NCCL the host does not wait for a device, and NCCL's own watchdog ends the process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._lookout = group, lookout_of(group)
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.moves_host_tensors = any(d.type == "cpu" for d in group._device_types)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        return self._group
+
+    def enter(self, place: str) -> None:
+        self._lookout.enter(place)
+
+    def start_all_gather(self, x: torch.Tensor) -> Pending:
+        out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
+        source = x.contiguous()
+        return self._start(
+            "all_gather",
+            source,
+            out,
+            lambda: [_all_gather_rows(out, source, group=self._group, async_op=True)],
+        )
+
+    def start_all_to_all(
+        self,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Pending:
+        arrivals = x.new_empty((sum(receive_counts), *x.shape[1:])) if out is None else out
+        source, sent, received = x.contiguous(), list(send_counts), list(receive_counts)
+        return self._start(
+            "all_to_all",
+            source,
+            arrivals,
+            lambda: [
+                dist.all_to_all_single(
+                    arrivals, source, received, sent, group=self._group, async_op=True
+                )
+            ],
+        )
+
+    def start_point_to_point(
+        self,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Pending:
+        arrivals = x.new_empty((sum(receive_counts), *x.shape[1:])) if out is None else out
+        source = x.contiguous()
+        return self._start(
+            "point_to_point",
+            source,
+            arrivals,
+            lambda: self._post(source, send_counts, arrivals, receive_counts),
+        )
+
+    def start_all_reduce(self, x: torch.Tensor) -> Pending:
+        return self._start(
+            "all_reduce", x, x, lambda: [dist.all_reduce(x, group=self._group, async_op=True)]
+        )
+
+    def all_gather_object(self, value: T) -> list[T]:
+        met: list[Any] = [None] * self.world_size
+        self._lookout.begin("all_gather_object", (), None)
+        with self._lookout.waiting():
+            dist.all_gather_object(met, (value, self._lookout.address), group=self._group)
+        self._lookout.meet([address for _, address in met])
+        return [value for value, _ in met]
+
+    def _post(
+        self,
+        source: torch.Tensor,
+        send_counts: Sequence[int],
+        out: torch.Tensor,
+        receive_counts: Sequence[int],
+    ) -> list[dist.Work]:
+        operations = []
+        for buffer, counts, post in (
+            (source, send_counts, dist.isend),
+            (out, receive_counts, dist.irecv),
+        ):
+            for peer, rows in enumerate(buffer.split(list(counts))):
+                if rows.numel():
+                    operations.append(dist.P2POp(post, rows, group=self._group, group_peer=peer))
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def _start(
+        self,
+        name: str,
+        source: torch.Tensor,
+        out: torch.Tensor,
+        call: Callable[[], Sequence[dist.Work | None]],
+    ) -> Pending:
+        self._lookout.begin(name, tuple(source.shape), source.dtype)
+        with self._lookout.waiting():
+            works = call()
+        return _InFlight(works, source, out, self._lookout)
+
+
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    """Work of a process group, with the buffers that it reads and writes."""
+
+    works: Sequence[dist.Work | None]
+    source: torch.Tensor
+    out: torch.Tensor
+    lookout: Lookout
+
+    def wait(self) -> torch.Tensor:
+        with self.lookout.waiting():
+            for work in self.works:
+                if work is not None:
+                    work.wait()
+        return self.out
