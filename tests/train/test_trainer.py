@@ -15,6 +15,7 @@ from longpack.blockdiag_cp import keep_in_recompute
 from longpack.errors import LongpackError, RunError, StepError
 from longpack.train import checkpoint, prepare, train, trainer
 from longpack.train.metrics import Traffic, loads_of, read_metrics
+from longpack.train.model import layer_shape
 from longpack.train.rows import Cursor
 from longpack.train.trainer import load_summary
 
@@ -373,11 +374,13 @@ def test_every_rank_hears_of_one_ranks_attention_calls(on_ranks, tmp_path):
     [({"cp": 2, "layout": "zigzag", "kv_exchange": "a2a"}, 8), ({"cp": 2}, 8), ({"dp": 2}, 4)],
 )
 def test_the_metrics_say_what_fired_and_what_ranks_share(parallel, calls, run_ranks, tmp_path):
-    """Against all rows of each step planned here: two rows, two layers, 2 K/V heads of 8 fp32."""
+    """Against all rows of each step planned here: two rows, two layers, checkpointed."""
     sections = {"parallel": parallel, "model": {"gradient_checkpointing": True}}
     records = run_ranks(tmp_path, sections)
     config = make_config(tmp_path, **sections)
-    packer, cursor = prepare.prepare(config).packer(), Cursor()
+    prepared, cursor = prepare.prepare(config), Cursor()
+    packer, shape = prepared.packer(), layer_shape(prepared.model, recompute=True)
+    assert shape.kv_bytes == 2 * 2 * 8 * 4
     cp, dp = config.parallel.cp, config.parallel.dp
     for record in records:
         rows, cursor = packer.rows(cursor, 2)
@@ -386,7 +389,7 @@ def test_the_metrics_say_what_fired_and_what_ranks_share(parallel, calls, run_ra
             for row in rows
         ]
         loads = np.concatenate([loads_of(plans[replica::dp]) for replica in range(dp)], axis=1)
-        expected = asdict(Traffic.of_loads(loads, 2 * (2 * 2 * 8) * 4))
+        expected = asdict(Traffic.of_loads(loads, shape))
         assert {name: record[name] for name in expected} == expected
         assert record["attention_calls"] == calls
 

@@ -9,8 +9,10 @@ from typing import Any, Self
 import numpy as np
 
 from longpack.errors import RunError
-from longpack.plan import Plan
+from longpack.plan import LayerShape, Plan
 from longpack.train.durable import sync_file, write_file, writing
+
+LOADS = 5  # numbers of a rank in `loads_of`
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Traffic:
 
     Args:
         area_max_over_mean: query-key pairs of the busiest rank over the mean; 1.0 is even.
-        attention_waste: share of a step's attention that the mean rank waits for the busiest,
-            1 - mean/max; 0.0 is even.
+        step_waste: share of the step's arithmetic, attention and linear layers, in which the mean
+            rank waits for the slowest; 0.0 is even.
         kv_bytes_max: bytes of K and V that arrive at the busiest rank in the step's forwards,
             all layers. The backward sends as much back; a checkpoint recompute brings it again.
         kv_bytes_mean: the mean over ranks.
@@ -28,23 +30,24 @@ class Traffic:
     """
 
     area_max_over_mean: float
-    attention_waste: float
+    step_waste: float
     kv_bytes_max: int
     kv_bytes_mean: float
     kv_bytes_gather: int
 
     @classmethod
-    def of_loads(cls, loads: np.ndarray, token_bytes: int) -> Self:
+    def of_loads(cls, loads: np.ndarray, shape: LayerShape) -> Self:
         """Make the figures of a step.
 
         Args:
-            loads: float64 `[3, ranks]`, `loads_of` of every replica side by side.
-            token_bytes: of one token's K and V in all layers.
+            loads: float64 `[5, ranks]`, `loads_of` of every replica side by side.
+            shape: of the model.
         """
-        area, received, gathered = loads
+        area, _, _, received, gathered = loads
+        token_bytes = shape.kv_bytes * shape.num_layers
         return cls(
             area_max_over_mean=float(area.max() / area.mean()) if area.any() else 1.0,
-            attention_waste=waste_of(area),
+            step_waste=step_waste(loads, shape),
             kv_bytes_max=int(received.max()) * token_bytes,
             kv_bytes_mean=float(received.mean()) * token_bytes,
             kv_bytes_gather=int(gathered.max()) * token_bytes,
@@ -52,21 +55,30 @@ class Traffic:
 
 
 def loads_of(plans: Sequence[Plan]) -> np.ndarray:
-    """Return what the rows of one replica ask of each of its ranks, float64 `[3, cp]`.
+    """Return what the rows of one replica ask of each of its ranks, float64 `[5, cp]`.
 
-    Query-key pairs, K/V rows that arrive, and K/V rows that would were all gathered; each in one
-    attention call of every row.
+    Query-key pairs, those of each row's busiest rank, tokens held, K/V rows that arrive, and K/V
+    rows that would were all gathered; each in one attention call of every row.
     """
-    loads = [
-        (p.area, p.received_tokens, [p.padded_length - p.local_length] * p.world_size)
-        for p in plans
-    ]
-    return np.array(loads, dtype=np.float64).sum(0)
+    return np.sum([_loads_of_row(plan) for plan in plans], axis=0, dtype=np.float64)
 
 
-def waste_of(area: np.ndarray) -> float:
-    """Return the share of attention that the mean rank waits for the busiest, 1 - mean/max."""
-    return float(1 - area.mean() / area.max()) if area.any() else 0.0
+def _loads_of_row(plan: Plan) -> np.ndarray:
+    loads = np.empty((LOADS, plan.world_size))
+    loads[0], loads[1], loads[2] = plan.area, max(plan.area), plan.local_length
+    loads[3], loads[4] = plan.received_tokens, plan.padded_length - plan.local_length
+    return loads
+
+
+def step_waste(loads: np.ndarray, shape: LayerShape) -> float:
+    """Return `Traffic.step_waste`: 1 - the mean rank's FLOPs over those that the step waits for.
+
+    The ranks of a replica meet in every row, so its busiest rank counts there; replicas meet once.
+    """
+    area, slowest, tokens = loads[:3]
+    linear = tokens * shape.token_flops
+    awaited = (slowest * shape.pair_flops + linear).max()
+    return float(1 - (area * shape.pair_flops + linear).mean() / awaited) if awaited else 0.0
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longpack.errors import RunError
 from longpack.integrations.huggingface import check_model
+from longpack.plan import LayerShape
 from longpack.train.config import RunConfig
 from longpack.train.tokenizer import Tokenizer
 
@@ -51,16 +52,42 @@ def longest_document(model: Any, row_length: int) -> int:
     return min(row_length, positions or row_length)
 
 
-def kv_token_bytes(model: Any) -> int:
-    """Return the bytes of one token's K and V, as attention is given them, in all layers."""
+def layer_shape(model: Any, recompute: bool) -> LayerShape:
+    """Return what the model's layers cost, the output projection shared out among them.
+
+    Args:
+        model: not sharded yet.
+        recompute: whether layers are checkpointed.
+    """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if getattr(config, "kv_lora_rank", None):  # latent attention expands K and V to every head
-        numbers = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    else:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        numbers = 2 * head_dim * (getattr(config, "num_key_value_heads", None) or heads)
-    return numbers * model.dtype.itemsize * config.num_hidden_layers
+        kv_heads = heads
+        both = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        head_dim = both // 2  # of K and V on average, which is what bytes and FLOPs depend on
+    return LayerShape(
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        linear_parameters=_token_weights(model) // config.num_hidden_layers,
+        element_bytes=model.dtype.itemsize,
+        recompute=recompute,
+    )
+
+
+def _token_weights(model: Any) -> int:
+    """Return how many weights multiply one token: no table of embeddings, experts it visits."""
+    visited = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    weights = sum(
+        p.numel() * visited // len(p) if visited and p.dim() == 3 else p.numel()
+        for p in model.parameters()
+    )
+    table, output = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = output is not None and output.weight is table.weight
+    return weights if tied else weights - table.weight.numel()
 
 
 def shard_parameters(model: Any, mesh: DeviceMesh) -> None:

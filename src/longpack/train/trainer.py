@@ -21,8 +21,15 @@ from longpack.train.config import RunConfig
 from longpack.train.durable import read_json, write_json
 from longpack.train.fires import AttentionCalls, expected_calls, misfires
 from longpack.train.gradients import clip_gradients, sum_gradients
-from longpack.train.metrics import MetricsFile, StepMetrics, Traffic, loads_of, read_metrics
-from longpack.train.model import kv_token_bytes, shard_parameters
+from longpack.train.metrics import (
+    LOADS,
+    MetricsFile,
+    StepMetrics,
+    Traffic,
+    loads_of,
+    read_metrics,
+)
+from longpack.train.model import layer_shape, shard_parameters
 from longpack.train.nonfinite import trace_nonfinite
 from longpack.train.prepare import Prepared, prepare
 from longpack.train.probe import BoundaryProbe, probe_boundaries
@@ -113,7 +120,7 @@ class Trainer:
     def __init__(self, prepared: Prepared, ranks: Ranks) -> None:
         config, model = prepared.config, prepared.model
         self.prepared, self.ranks, self.config, self.model = prepared, ranks, config, model
-        self.token_bytes = kv_token_bytes(model)
+        self.shape = layer_shape(model, config.model.gradient_checkpointing)
         self.calls = expected_calls(model, config.model.gradient_checkpointing)
         self.packer, self.folder = prepared.packer(), config.run.folder
         model.to(ranks.device)
@@ -130,7 +137,7 @@ class Trainer:
         self.progress = loaded or Progress(0, Cursor())
         self.resumed_from = self.progress.step
         self.metrics: MetricsFile | None = None
-        self.waste = WasteWatch(config.parallel)
+        self.waste = WasteWatch(config.parallel, self.shape)
         gather(self._claim_folder, "begin")
 
     def steps(self) -> Iterator[StepMetrics]:
@@ -220,12 +227,12 @@ class Trainer:
         return sums
 
     def _counts(self, ran: list[RowRun]) -> torch.Tensor:
-        """Return how many rows misfired here, then the loads `[3, ranks]`, others' zero.
+        """Return how many rows misfired here, then the loads `[LOADS, ranks]`, others' zero.
 
         Every rank adds its own column, of the plans that its rows ran with: none is planned
         again, and no rank plans the rows of another replica.
         """
-        loads = np.zeros((3, dist.get_world_size()))
+        loads = np.zeros((LOADS, dist.get_world_size()))
         cp_rank = self.ranks.mesh.get_local_rank("cp")
         loads[:, self.ranks.rank] = loads_of([row.plan for row in ran])[:, cp_rank]
         misfired = sum(row.calls != self.calls for row in ran)
@@ -233,9 +240,9 @@ class Trainer:
 
     def _traffic(self, loads: list[float], rows: list[Row]) -> Traffic:
         """Return the step's traffic, having warned where it is time."""
-        traffic = Traffic.of_loads(np.array(loads).reshape(3, -1), self.token_bytes)
+        traffic = Traffic.of_loads(np.array(loads).reshape(LOADS, -1), self.shape)
         if self.ranks.rank == 0:
-            self.waste.see(traffic.attention_waste, rows)
+            self.waste.see(traffic.step_waste, rows)
         return traffic
 
     def _sum_gradients(self) -> None:

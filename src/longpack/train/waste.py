@@ -8,30 +8,31 @@ from statistics import fmean
 import numpy as np
 
 from longpack.errors import LongpackWarning
-from longpack.plan import plan_step
+from longpack.plan import LayerShape, plan_step
 from longpack.train.config import ParallelSection
-from longpack.train.metrics import loads_of, waste_of
+from longpack.train.metrics import loads_of, step_waste
 from longpack.train.rows import Row
 
 RECENT = 20  # steps: one uneven row is no reason to warn
 
 
 class WasteWatch:
-    """The share of attention that ranks wait, averaged over recent steps.
+    """The share of a step that ranks wait, averaged over recent steps.
 
     Args:
         parallel: the layout, and the share that is too much.
+        shape: of the model.
     """
 
-    def __init__(self, parallel: ParallelSection) -> None:
-        self._parallel, self._warned = parallel, False
+    def __init__(self, parallel: ParallelSection, shape: LayerShape) -> None:
+        self._parallel, self._shape, self._warned = parallel, shape, False
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def see(self, waste: float, rows: Sequence[Row]) -> None:
         """Take in a step, and warn if it is time.
 
         Args:
-            waste: of the step, `Traffic.attention_waste`.
+            waste: of the step, `Traffic.step_waste`.
             rows: of the step, all replicas'; planned anew once, when the warning comes.
 
         Warns:
@@ -50,8 +51,8 @@ class WasteWatch:
             else "no layout mends it: raise run.rows_per_step, or lower data.document_length"
         )
         warnings.warn(
-            f"over the last {RECENT} steps ranks waited {mean:.0%} of their attention for the "
-            f"busiest, more than parallel.warn_waste = {limit:.0%}: layout "
+            f"over the last {RECENT} steps ranks waited {mean:.0%} of the step for the slowest, "
+            f"more than parallel.warn_waste = {limit:.0%}: layout "
             f"{self._parallel.layout!r} shares these documents unevenly; {remedy}",
             LongpackWarning,
             stacklevel=2,
@@ -60,5 +61,5 @@ class WasteWatch:
     def _waste_in(self, layout: str, rows: Sequence[Row]) -> float:
         cp, dp = self._parallel.cp, self._parallel.dp
         plans = [plan_step(row.documents, cp, layout) for row in rows]
-        area = [loads_of(plans[replica::dp])[0] for replica in range(dp)]
-        return waste_of(np.array(area))
+        loads = [loads_of(plans[replica::dp]) for replica in range(dp)]
+        return step_waste(np.concatenate(loads, axis=1), self._shape)
