@@ -1,13 +1,19 @@
 """`longpack bench ranks`: contenders agree before they are timed, and every figure is there."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 
 from longpack import PackedRow, plan_step
 from longpack.bench import ranks
+from longpack.bench.contenders import largest_difference
+from longpack.bench.lengths import pack_row
 from longpack.bench.rivals import Ring, Ulysses
+from longpack.cli.bench_ranks import print_ranks
 from longpack.collectives import Loopback
-from longpack.errors import UnsupportedError
+from longpack.errors import PlanError, UnsupportedError
 from longpack.verify.oracle import oracle_attention
 
 ROW = PackedRow.from_lengths([30, 5, 1, 60, 24])
@@ -58,24 +64,59 @@ def test_ulysses_refuses_heads_that_do_not_divide():
 
 def test_the_bench_gives_every_figure():
     result = ranks.run_ranks_bench(512, rounds=1, delay_ms=5.0)
-    contenders = {
-        "balanced_a2a",
-        "balanced_a2a_waited",
-        "contiguous_allgather",
-        "zigzag_a2a",
-        "ring",
-        "document_loop",
-    }
+    contenders = {*ranks.LAYOUTS, "ring", "document_loop"}
     assert set(result["median_ms"]) == {*contenders, "dense_mask_two_threads"}
     assert set(result["divisible_heads"]["median_ms"]) == {*contenders, "ulysses"}
     assert set(result["not_run"]) == {"ulysses"}
+    assert set(result["over_balanced"]) == set(result["median_ms"]) - {"balanced_a2a"}
+    assert set(result["exposed_ms"]) == {"hidden", "waited"}
     assert result["largest_difference"] < ranks.TOLERANCE
+    shown = printed(result)
+    assert "8/4 heads of 64" in shown
+    assert "not run: ulysses: 9/3 heads cannot be dealt to 2 ranks" in shown
+    assert "waited for a link slowed by 5 ms" in shown
 
 
-def test_contenders_that_differ_are_not_timed():
+def test_few_contenders_on_an_uneven_row():
+    """Of rows from seed 0 on, the first whose contiguous halves are so uneven."""
+    only = ["contiguous_allgather"]
+    result = ranks.run_ranks_bench(2048, rounds=1, dense=False, only=only, least_imbalance=1.3)
+    assert set(result["median_ms"]) == {"balanced_a2a", "contiguous_allgather"}
+    assert result["divisible_heads"] is None
+    assert result["exposed_ms"] == {}
+    seed = result["row"]["seed"]
+    assert seed > 0
+    uneven = [contiguous_imbalance(2048, tried) >= 1.3 for tried in range(seed + 1)]
+    assert uneven == [False] * seed + [True]
+    assert result["imbalance"]["contiguous_allgather"] == contiguous_imbalance(2048, seed)
+    shown = printed(result)
+    assert f"(seed {seed})" in shown
+    assert "not run" not in shown
+
+
+def contiguous_imbalance(tokens, seed):
+    row = pack_row("sqlite3_doc", tokens, seed, longest=tokens // 4)
+    return plan_step(row, 2, "contiguous", "allgather").imbalance
+
+
+def printed(result):
+    console = Console(file=io.StringIO(), width=100)
+    print_ranks(result, console)
+    return console.file.getvalue()
+
+
+def test_unknown_contenders_and_rows_that_do_not_exist_are_refused(monkeypatch):
+    monkeypatch.setattr(ranks, "SEEDS", 20)
+    with pytest.raises(UnsupportedError, match=r"no contender rings: only= takes balanced_a2a"):
+        ranks.run_ranks_bench(512, only=["rings"])
+    with pytest.raises(PlanError, match=r"as uneven as 2\.1 on 2 ranks: lower least_imbalance"):
+        ranks.run_ranks_bench(64, least_imbalance=2.1)
+
+
+def test_results_that_differ_are_refused():
     good = [torch.ones(3)]
-    assert ranks._largest(good, good) == 0.0
+    assert largest_difference(good, good) == 0.0
     with pytest.raises(AssertionError, match=r"contenders differ by 5\.0e-01"):
-        ranks._largest([torch.tensor([1.0, 1.0, 0.5])], good)
+        largest_difference([torch.tensor([1.0, 1.0, 0.5])], good)
     with pytest.raises(AssertionError, match="nan"):
-        ranks._largest([torch.tensor([float("nan")])], [torch.ones(1)])
+        largest_difference([torch.tensor([float("nan")]), torch.ones(1)], [torch.ones(1)] * 2)

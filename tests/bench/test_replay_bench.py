@@ -6,7 +6,7 @@ import json
 from rich.console import Console
 
 from longpack.bench.replay import record_bytes, run_replay_bench
-from longpack.cli.bench import print_replay
+from longpack.cli.bench_replay import print_replay
 
 
 def test_the_bench_returns_plain_data_and_prints_it() -> None:

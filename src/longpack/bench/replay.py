@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from longpack.bench.timing import machine, time_in_turn
+from longpack.bench.timing import machine, on_threads, time_in_turn
 from longpack.collectives import as_transport
 from longpack.integrations.expert_dispatch import DispatchLayout, ExpertDispatch
 from longpack.recompute_replay import BitCodec, Codec, IdCodec, RecomputeReplay, compose
@@ -29,12 +29,8 @@ def run_replay_bench(rounds: int = 30) -> dict[str, Any]:
     Arguments:
         rounds: how often every contender runs, in turn.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with on_threads(1):
         times = time_in_turn(_contenders(), rounds, warmup=3)
-    finally:
-        torch.set_num_threads(threads)
     return {
         "machine": machine(),
         "rounds": rounds,

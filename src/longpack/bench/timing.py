@@ -5,34 +5,64 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+Times = dict[str, list[float]]  # milliseconds by contender, one a round
+WALL, PROCESSOR = "wall", "processor"
+_CLOCKS = {WALL: time.perf_counter, PROCESSOR: time.process_time}
 
-def time_in_turn(
+
+def clock_in_turn(
     contenders: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1
-) -> dict[str, list[float]]:
-    """Call every contender once a round, in turn, and return its times in milliseconds.
+) -> dict[str, Times]:
+    """Call every contender once a round, in turn, and return its times by clock.
 
-    Machines are shared and noisy, so contenders are compared within a round: see `ratio`.
+    Machines are shared and noisy, so contenders are compared within a round: see `ratio`. The
+    clocks are `wall`, and `processor`: what all threads of this process used, which other programs
+    disturb less.
     """
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    times = {clock: {name: [] for name in contenders} for clock in _CLOCKS}
     names = list(contenders)
     for turn in range(-warmup, rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:  # nobody always runs first
-            began = time.perf_counter()
+            began = {clock: now() for clock, now in _CLOCKS.items()}
             contenders[name]()
-            if turn >= 0:
-                times[name].append((time.perf_counter() - began) * 1e3)
+            for clock, now in _CLOCKS.items() if turn >= 0 else ():
+                times[clock][name].append((now() - began[clock]) * 1e3)
     return times
+
+
+def time_in_turn(
+    contenders: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1
+) -> Times:
+    """Return the wall times of `clock_in_turn`."""
+    return clock_in_turn(contenders, rounds, warmup)[WALL]
+
+
+def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return each contender's median over rounds."""
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def ratio(times: Mapping[str, list[float]], name: str, base: str) -> float:
     """Return the median over rounds of the time of `name` over that of `base`."""
     return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Run torch on so many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def matmul(size: int) -> Callable[[], torch.Tensor]:

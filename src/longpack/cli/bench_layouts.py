@@ -1,11 +1,12 @@
 """`longpack bench layouts`, `calibrate` and `straggler`."""
 
-import json as json_format
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+
+from longpack.cli.bench_show import show
 
 
 def layouts(*, packs: int = 20, json: bool = False) -> int:
@@ -20,12 +21,7 @@ def layouts(*, packs: int = 20, json: bool = False) -> int:
     """
     from longpack.bench.layouts import run_layout_bench
 
-    result = run_layout_bench(packs=packs)
-    if json:
-        print(json_format.dumps(result, indent=2))
-    else:
-        print_layouts(result, Console())
-    return 0
+    return show(run_layout_bench(packs=packs), json, print_layouts)
 
 
 def print_layouts(result: dict[str, Any], console: Console) -> None:
@@ -84,10 +80,11 @@ def calibrate(*, tokens: int = 4096, rounds: int = 5, ranks: int = 2, json: bool
     """
     from longpack.bench.calibrate import calibrate as run
 
-    result = run(tokens=tokens, rounds=rounds, world_size=ranks)
-    if json:
-        print(json_format.dumps(result, indent=2))
-        return 0
+    return show(run(tokens=tokens, rounds=rounds, world_size=ranks), json, print_rates)
+
+
+def print_rates(result: dict[str, Any], console: Console) -> None:
+    """Print each rate in a unit for people."""
     rates = result["rates"]
     told = {
         "attention": f"{rates['attention_flops_per_s'] / 1e9:,.1f} GFLOP/s",
@@ -97,8 +94,7 @@ def calibrate(*, tokens: int = 4096, rounds: int = 5, ranks: int = 2, json: bool
         "an empty exchange": f"{rates['message_s'] * 1e6:,.0f} us",
     }
     for name, value in told.items():
-        print(f"{name:<18}{value}")
-    return 0
+        console.print(f"{name:<18}{value}", highlight=False, soft_wrap=True)
 
 
 def straggler(*, tokens: int = 8192, ranks: int = 2, rounds: int = 5, json: bool = False) -> int:
@@ -117,17 +113,17 @@ def straggler(*, tokens: int = 8192, ranks: int = 2, rounds: int = 5, json: bool
     """
     from longpack.bench.calibrate import run_straggler_bench
 
-    result = run_straggler_bench(tokens, ranks, rounds)
-    if json:
-        print(json_format.dumps(result, indent=2))
-        return 0
+    return show(run_straggler_bench(tokens, ranks, rounds), json, print_straggler)
+
+
+def print_straggler(result: dict[str, Any], console: Console) -> None:
+    """Print times beside predictions."""
     predicted = result["predicted_ms"]
-    for name, milliseconds in result["slowest_rank_ms"].items():
-        print(
-            f"{name:<12}{milliseconds:10,.1f} ms, predicted {predicted[name]:,.1f} ms, "
-            f"area max/mean {result['imbalance'][name]:.2f}"
-        )
-    print(
-        f"ratio       {result['measured_ratio']:10.2f}, predicted {result['predicted_ratio']:.2f}"
-    )
-    return 0
+    lines = [
+        f"{name:<12}{milliseconds:10,.1f} ms, predicted {predicted[name]:,.1f} ms, "
+        f"area max/mean {result['imbalance'][name]:.2f}"
+        for name, milliseconds in result["slowest_rank_ms"].items()
+    ]
+    ratios = f"{result['measured_ratio']:10.2f}, predicted {result['predicted_ratio']:.2f}"
+    lines.append(f"ratio       {ratios}")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)

@@ -1,0 +1,24 @@
+"""The attention bench compares three ways of attending one row, and prints them."""
+
+import io
+import json
+
+from rich.console import Console
+
+from longpack.bench.attention import run_attention_bench
+from longpack.bench.contenders import CONTENDERS, TOLERANCE
+from longpack.bench.lengths import pack_row
+from longpack.cli.bench_attention import print_attention
+
+
+def test_the_bench_returns_plain_data_and_prints_it():
+    result = run_attention_bench(tokens=256, rounds=2)
+    assert json.loads(json.dumps(result)) == result
+    row = pack_row("sqlite3_doc", 256, 0, longest=64)
+    assert result["row"] == {"tokens": 256, "lengths": list(row.lengths), "area": row.area}
+    assert set(result["median_ms"]) == {*CONTENDERS, "matmul"}
+    assert result["largest_difference"] < TOLERANCE
+    console = Console(file=io.StringIO(), width=100)
+    print_attention(result, console)
+    text = console.file.getvalue()
+    assert f"longpack / document loop  {result['longpack_over_document_loop']:.3f}" in text
