@@ -18,10 +18,11 @@ ONE_CALL_ONLY = "attends in one call; nothing to merge"
 
 @dataclass(frozen=True)
 class MergeCost:
-    """Hold median times of one document in one call and in two parts; None where `note` says why.
+    """Hold the median times of one document attended in one call, and in two parts that merge.
 
     Two parts: each half of the queries attends its own half of the keys; then the later half
     attends the earlier keys, merged into what is there. The query-key pairs are the same.
+    A kernel that cannot do that has no times, and `note` says so.
     """
 
     kernel: str

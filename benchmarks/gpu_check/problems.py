@@ -78,7 +78,7 @@ class Sizes:
     timed_heads: int
 
 
-GPU = Sizes(2048, 65536, 32768, 32768, (1, 8, 64, 512), 32768, 8192, repeats=20, timed_heads=2)
+GPU = Sizes(2048, 65536, 32768, 65536, (1, 8, 64, 512), 32768, 8192, repeats=20, timed_heads=2)
 CPU = Sizes(512, 8192, 2048, 4096, (1, 8, 64, 512), 2048, 2048, repeats=3, timed_heads=1)
 QUICK = Sizes(160, 256, 64, 64, (1, 2, 4, 8), 64, 128, repeats=1, timed_heads=1)
 

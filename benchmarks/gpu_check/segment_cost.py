@@ -21,15 +21,24 @@ class SegmentTime:
     forward_ms: float
     backward_ms: float
 
+    @property
+    def ms(self) -> float:
+        """Forward and backward."""
+        return self.forward_ms + self.backward_ms
+
 
 @dataclass(frozen=True)
 class SegmentCost:
-    """Hold what a further segment adds to a pass, in microseconds, as fitted to `times`.
+    """Hold what a further segment adds to a pass, in microseconds.
 
     Args:
-        lengths: `equal`, or `uneven`: a kernel may join equal neighbours, and real documents
-            end inside the blocks that a kernel computes.
-        worst_misfit: largest difference of a fitted time from the measured one, relative.
+        lengths: `equal`, or `uneven`: a kernel may join equal segments, and real documents end
+            inside the blocks that a kernel computes.
+        forward_us, backward_us: as fitted to `times`, constant cost and area apart.
+        worst_misfit: largest difference of a fitted time from the measured one, relative. Where
+            it is large, time is not linear in area: segments are shorter than a kernel's blocks.
+        beyond_area_us: per further segment of the row with most, forward and backward, all time
+            beyond what its area takes at the rate of one long segment.
     """
 
     kernel: str
@@ -40,6 +49,7 @@ class SegmentCost:
     forward_us: float
     backward_us: float
     worst_misfit: float
+    beyond_area_us: float
 
 
 def equal_lengths(tokens: int, segments: int) -> list[int]:
@@ -83,9 +93,15 @@ def measure_segment_cost(
     forward_us, forward_misfit = fit(times, [t.forward_ms for t in times])
     backward_us, backward_misfit = fit(times, [t.backward_ms for t in times])
     misfit = max(forward_misfit, backward_misfit)
-    return SegmentCost(
-        kernel, heads, tokens, lengths, tuple(times), forward_us, backward_us, misfit
-    )
+    fitted = (forward_us, backward_us, misfit)
+    return SegmentCost(kernel, heads, tokens, lengths, tuple(times), *fitted, beyond_area_us(times))
+
+
+def beyond_area_us(times: Sequence[SegmentTime]) -> float:
+    """Return what each further segment of the last row adds beyond its area at the first's rate."""
+    first, last = times[0], times[-1]
+    beyond_ms = last.ms - first.ms * last.area / first.area
+    return 1e3 * beyond_ms / (last.segments - first.segments)
 
 
 def fit(times: Sequence[SegmentTime], ms: Sequence[float]) -> tuple[float, float]:
