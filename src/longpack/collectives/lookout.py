@@ -118,7 +118,7 @@ class Lookout:
         for.
         """
         why = shorten(f"{type(error).__name__}: {error}")
-        until = time.monotonic() + 2 * ANSWER_S
+        until = time.monotonic() + ANSWER_S
         for rank in range(self._world_size):
             if rank != self._rank and time.monotonic() < until:
                 self._ask(rank, {"farewell": [self._rank, why]})

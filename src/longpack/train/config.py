@@ -106,6 +106,8 @@ class ParallelSection(_Section):
         fsdp: keep parameters, gradients and optimizer state sharded over all ranks (FSDP2).
         warn_waste: warn once when the busiest rank's attention makes the others wait for more
             than this share of a step, over the last steps; 1 never warns.
+        timeout_s: how long a rank waits for the others, in seconds, before the run ends on all of
+            them with who waited for whom.
         device: `auto` is a GPU per rank where there are enough, else the CPU.
     """
 
@@ -116,6 +118,7 @@ class ParallelSection(_Section):
     attn_backend: Annotated[str, BeforeValidator(normalize_attn_backend)] = "flash"
     fsdp: bool = False
     warn_waste: Annotated[float, Field(ge=0, le=1)] = 0.25
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+from longpack.collectives import Transport
 
 BUCKET_BYTES = 64 << 20  # large enough to fill a link, small next to the model
 
 
-def sum_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], transport: Transport) -> None:
     """Add up the gradients of all ranks in place, in a few flat collectives.
 
     A sum, not a mean: each rank's loss is already its part of the whole. A parameter that took
@@ -18,8 +19,7 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     """
     for bucket in _buckets(parameters):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        dist.all_reduce(flat)
+        flat = transport.all_reduce(torch.cat([g.reshape(-1) for g in grads]))
         for parameter, part in zip(bucket, flat.split([g.numel() for g in grads]), strict=True):
             parameter.grad = part.view_as(parameter)
 

@@ -1,5 +1,6 @@
 """The ranks of a run: process group, (dp, cp) mesh, device."""
 
+import datetime
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longpack.collectives import as_transport, collect_votes
+from longpack.collectives import Transport, as_transport, collect_votes, say_farewell
 from longpack.errors import LongpackError, RunError, rank_prefix
 from longpack.train.config import ParallelSection
 
@@ -40,6 +41,11 @@ class Ranks:
         return self.mesh["cp"]
 
     @property
+    def world(self) -> Transport:
+        """What moves rows between all ranks."""
+        return as_transport(dist.group.WORLD)
+
+    @property
     def replica(self) -> int:
         """Which of the dp replicas this rank belongs to."""
         return self.mesh.get_local_rank("dp")
@@ -54,7 +60,8 @@ class Ranks:
 def join_ranks(parallel: ParallelSection) -> Iterator[Ranks]:
     """Join the ranks that torchrun started, or be a world of one.
 
-    A process group that is already there is used and left alone.
+    A process group that is already there is used and left alone. One that is started here ends
+    with the block; where that ends with an error, the other ranks are told of it first.
 
     Raises:
         RunError: the world has not cp * dp ranks, or `device = "cuda"` without GPUs enough.
@@ -69,10 +76,14 @@ def join_ranks(parallel: ParallelSection) -> Iterator[Ranks]:
         )
     device = _device(parallel)
     if started:
-        _start(world_size, device)
+        _start(world_size, device, datetime.timedelta(seconds=parallel.timeout_s))
     mesh = init_device_mesh(device.type, (parallel.dp, parallel.cp), mesh_dim_names=("dp", "cp"))
     try:
         yield Ranks(mesh, device)
+    except BaseException as error:
+        if started:
+            say_farewell(error)
+        raise
     finally:
         if started:
             dist.destroy_process_group()
@@ -122,9 +133,9 @@ def gather(work: Callable[[], T], doing: str) -> list[T]:
         value = work()
     except LongpackError as raised:
         error = raised
-    votes = collect_votes(
-        as_transport(dist.group.WORLD), value, None if error is None else str(error)
-    )
+    world = as_transport(dist.group.WORLD)
+    world.enter(doing)
+    votes = collect_votes(world, value, None if error is None else str(error))
     if error is not None:
         raise error
     for rank, vote in enumerate(votes):
@@ -151,11 +162,11 @@ def _device(parallel: ParallelSection) -> torch.device:
     return device
 
 
-def _start(world_size: int, device: torch.device) -> None:
+def _start(world_size: int, device: torch.device, timeout: datetime.timedelta) -> None:
     # Votes and checkpoints talk from the host, so gloo is there on GPUs too.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if world_size > 1 or dist.is_torchelastic_launched():
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)

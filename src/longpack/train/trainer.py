@@ -4,16 +4,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from longpack.blockdiag_cp import ShardedBatch, shard_batch, state
-from longpack.errors import RunError, StepError
+from longpack.errors import CollectiveError, RunError, StepError
 from longpack.plan import Plan
 from longpack.train import checkpoint
 from longpack.train.checkpoint import Progress
@@ -122,7 +122,7 @@ class Trainer:
         self.prepared, self.ranks, self.config, self.model = prepared, ranks, config, model
         self.shape = layer_shape(model, config.model.gradient_checkpointing)
         self.calls = expected_calls(model, config.model.gradient_checkpointing)
-        self.packer, self.folder = prepared.packer(), config.run.folder
+        self.packer, self.folder, self.world = prepared.packer(), config.run.folder, ranks.world
         model.to(ranks.device)
         if config.parallel.fsdp:
             shard_parameters(model, ranks.flat_mesh)
@@ -145,14 +145,18 @@ class Trainer:
         last, every = self.config.run.steps, self.config.run.save_every
         for step in range(self.resumed_from + 1, last + 1):
             rows, after = self.packer.rows(self.progress.cursor, self.config.rows_per_step)
-            metrics = self._step(step, rows)
-            self.progress = Progress(step, after)
-            self._write(metrics)
-            if every and (step % every == 0 or step == last):
-                if self.metrics is not None:
-                    self.metrics.sync()
-                checkpoint.save(self.folder, self.progress, self.model, self.optimizer)
+            with _located(step):
+                metrics = self._step(step, rows)
+                self.progress = Progress(step, after)
+                self._write(metrics)
+                if every and (step % every == 0 or step == last):
+                    self._save()
             yield metrics
+
+    def _save(self) -> None:
+        if self.metrics is not None:
+            self.metrics.sync()
+        checkpoint.save(self.folder, self.progress, self.model, self.optimizer)
 
     def _claim_folder(self) -> None:
         if self.ranks.rank == 0:
@@ -164,7 +168,7 @@ class Trainer:
         probe = self._probe() if self.config.run.boundary_probe else None
         if self.metrics is not None:
             self.metrics.close()
-        dist.barrier()  # rank 0 has written the last line
+        gather(lambda: None, "end")  # rank 0 has written the last line
         records = read_metrics(self.folder / "metrics.jsonl")
         parallel = self.config.parallel
         summary = RunSummary(
@@ -223,8 +227,8 @@ class Trainer:
         """Return the step's loss and `_counts`, summed over all ranks in one collective."""
         loss = torch.stack([row.loss for row in ran]).double().sum()
         sums = torch.cat([loss[None], self._counts(ran).to(loss.device)])
-        dist.all_reduce(sums)
-        return sums
+        self.world.enter("sums of the step")
+        return self.world.all_reduce(sums)
 
     def _counts(self, ran: list[RowRun]) -> torch.Tensor:
         """Return how many rows misfired here, then the loads `[LOADS, ranks]`, others' zero.
@@ -232,7 +236,7 @@ class Trainer:
         Every rank adds its own column, of the plans that its rows ran with: none is planned
         again, and no rank plans the rows of another replica.
         """
-        loads = np.zeros((LOADS, dist.get_world_size()))
+        loads = np.zeros((LOADS, self.world.world_size))
         cp_rank = self.ranks.mesh.get_local_rank("cp")
         loads[:, self.ranks.rank] = loads_of([row.plan for row in ran])[:, cp_rank]
         misfired = sum(row.calls != self.calls for row in ran)
@@ -247,7 +251,8 @@ class Trainer:
 
     def _sum_gradients(self) -> None:
         if not self.config.parallel.fsdp:  # FSDP has summed them in backward
-            sum_gradients(self.parameters)
+            self.world.enter("gradients")
+            sum_gradients(self.parameters, self.world)
 
     def _clip_gradients(self) -> float:
         """Clip the gradients where asked; return their norm before that."""
@@ -336,6 +341,17 @@ class Trainer:
             f"run.boundary_probe needs a row with two documents, and the next {PROBE_SEARCH} hold "
             "one each: raise data.row_length or lower data.document_length"
         )
+
+
+@contextmanager
+def _located(step: int) -> Iterator[None]:
+    """Say in which step ranks lost each other."""
+    try:
+        yield
+    except CollectiveError as error:
+        raise CollectiveError(
+            f"{error}\nThat was in step {step}. The same command goes on from the last checkpoint"
+        ) from error
 
 
 def _seed(seed: int, step: int, rank: int) -> None:
