@@ -60,7 +60,7 @@ def loads_of(plans: Sequence[Plan]) -> np.ndarray:
     Query-key pairs, those of each row's busiest rank, tokens held, K/V rows that arrive, and K/V
     rows that would were all gathered; each in one attention call of every row.
     """
-    return np.sum([_loads_of_row(plan) for plan in plans], axis=0, dtype=np.float64)
+    return np.stack([_loads_of_row(plan) for plan in plans]).sum(axis=0)
 
 
 def _loads_of_row(plan: Plan) -> np.ndarray:
