@@ -188,6 +188,29 @@ def test_two_parts_attend_what_one_call_does(gpu_check, tokens):
         torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-13)
 
 
+def test_on_a_gpu_rounds_are_queued_and_events_tell_the_time(gpu_check, monkeypatch):
+    """The host waits after the warm-up and at the end; times lie between a round's events."""
+    log, clock_ms = [], iter([0.0, 9.0, 18.0, 20.0, 21.0, 24.0, 30.0, 33.0, 38.0])
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ms = next(clock_ms)
+
+        def elapsed_time(self, later):
+            assert log[-1] == "wait"
+            return later.at_ms - self.at_ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    clock = gpu_check.clock.Clock("cuda", 2, time.monotonic() + 60)
+    times = clock.median_ms(lambda: log.append("f"), lambda: log.append("b"))
+    assert log == ["f", "b", "wait", "f", "b", "f", "b", "wait"]
+    assert times == (2.0, 4.0)  # medians of 1 and 3, of 3 and 5; the warm-up took 9 and 9
+
+
 def test_no_case_begins_once_the_time_is_used(gpu_check):
     """The case in which time runs out has its result; those after it are named."""
     module = gpu_check.cases
