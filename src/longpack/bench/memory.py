@@ -44,7 +44,7 @@ def measure_peaks(jobs: Sequence[tuple[str, PackedRow]]) -> list[int]:
     """
     if not jobs:
         return []
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
+    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as fresh:
         return fresh.starmap(_peak, jobs, 1)
 
 

@@ -130,8 +130,8 @@ def print_overhead(result: dict[str, Any], console: Console) -> None:
         f"kernels of 16 tokens, forward and backward  {result['kernels_us']:,.0f} us",
         f"longpack's call beyond them                 {result['fixed_us']:,.0f} us",
         f"torch's call beyond them                    {result['torch_fixed_us']:,.0f} us",
-        f"share of a call of 8,192 tokens             {result['share']:.3%} of "
-        f"{result['call_of_8192_ms']:,.0f} ms (limit {result['limit']:.0%})",
+        f"share of a call of {result['long_tokens']:,} tokens             {result['share']:.3%} of "
+        f"{result['long_call_ms']:,.0f} ms (limit {result['limit']:.0%})",
     ]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 

@@ -67,7 +67,7 @@ def _over_tokens(entries: list[dict[str, Any]]) -> Table:
     )
     columns = ("tokens", "keys a token", "longpack ms", "loop ms", "dense ms", "/ loop")
     for column in (*columns, "longpack MB", "loop MB", "dense MB"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=column == "/ loop")
     names = ("longpack_flash", "document_loop", "dense_mask")
     for entry in entries:
         wall, over = entry["median_ms"]["wall"], entry["over_loop"]
