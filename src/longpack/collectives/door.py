@@ -35,9 +35,11 @@ class Door:
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
         self._answer = answer
-        self._listener = socket.create_server(("", 0), backlog=128)
+        host = _own_host()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
         port = self._listener.getsockname()[1]
-        self.address = Address(_own_host(), port, secrets.token_hex(8))
+        self.address = Address(host, port, secrets.token_hex(8))
         threading.Thread(target=self._serve, name="longpack-door", daemon=True).start()
 
     def close(self) -> None:
@@ -55,7 +57,7 @@ class Door:
             with connection:
                 try:
                     self._reply(connection)
-                except (OSError, ValueError):  # a stranger, or one that has gone away
+                except (OSError, ValueError, TypeError):  # a stranger, or one that has gone away
                     continue
 
     def _reply(self, connection: socket.socket) -> None:

@@ -69,6 +69,7 @@ class Lookout:
         self._operation, self._what, self._place = 0, ("", (), None), ""
         self._waiting, self._since = False, time.monotonic()
         self._farewells: dict[int, str] = {}
+        self._silent: set[int] = set()
         self._doors: list[Address | None] = [None] * world_size
         self._door = Door(self._answer) if world_size > 1 else None
 
@@ -120,7 +121,7 @@ class Lookout:
         why = shorten(f"{type(error).__name__}: {error}")
         until = time.monotonic() + ANSWER_S
         for rank in range(self._world_size):
-            if rank != self._rank and time.monotonic() < until:
+            if rank not in {self._rank, *self._silent} and time.monotonic() < until:
                 self._ask(rank, {"farewell": [self._rank, why]})
 
     def _explain(self, error: RuntimeError) -> CollectiveError:
@@ -144,6 +145,7 @@ class Lookout:
         try:
             return ask(address, question)
         except TimeoutError:
+            self._silent.add(rank)
             return f"gives no answer in {ANSWER_S:g} s: its process is stopped, or out of reach"
         except (OSError, ValueError) as error:
             return f"has ended, its process is gone ({shorten(error)})"

@@ -212,8 +212,9 @@ def _check(checkpoint: Path, remedy: str) -> Progress:
 
 
 def _first_failure(error: CheckpointException) -> str:
-    first = next(iter(error.failures.values()))[0]
-    return (isinstance(first, OSError) and first.strerror) or str(first)
+    rank, (first, _) = next(iter(error.failures.items()))
+    what = (isinstance(first, OSError) and first.strerror) or str(first)
+    return f"on rank {rank}: {what}"
 
 
 def _whole(folder: Path) -> list[Path]:
