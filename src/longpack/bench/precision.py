@@ -25,8 +25,8 @@ def run_precision_bench(
     the norm of the difference over the norm.
 
     torch's CPU kernel rounds the gradients of keys and values after each block of queries, of 64
-    rows in a call of fewer than 768 and of 256 else (torch 2.13). That outweighs what splitting
-    does, so ranks should have as many rows as makes their blocks those of the one call.
+    rows in a call of fewer than 768 and of 256 else (torch 2.13), which outweighs what splitting
+    does: to compare like with like, ranks need 768 rows or more.
 
     Args:
         tokens: rows of the document.

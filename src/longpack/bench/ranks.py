@@ -74,9 +74,10 @@ def run_ranks_bench(
     """Compare forward and backward of one row over ranks of one thread each, fp32.
 
     Contenders take turns, start together at a barrier, and count until the slowest rank is done;
-    those of one process run on rank 0 while the others sleep. Results are compared for equality
-    before anything is timed. Processor time, of the rank that uses most, is compared too: it shows
-    how work is split even where other programs disturb the machine.
+    those of one process run on rank 0 while the others sleep. Ulysses is compared once more, with
+    heads that it can deal to ranks. Results are compared for equality before anything is timed.
+    Processor time, of the rank that uses most, is compared too: it shows how work is split even
+    where other programs disturb the machine.
 
     Args:
         tokens: rows of the packed row.
@@ -105,7 +106,14 @@ def run_ranks_bench(
         divisible = None
         if "ulysses" in names:
             divisible = world.run(
-                _compete, row, DIVISIBLE_HEADS, names, rounds, False, None, timeout_s=3600
+                _compete,
+                row,
+                DIVISIBLE_HEADS,
+                (BASE, "ulysses"),
+                rounds,
+                False,
+                None,
+                timeout_s=3600,
             )
     finally:
         world.kill()
