@@ -60,6 +60,25 @@ class Contender:
     plan: Plan | None
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What runs with one number of heads.
+
+    Args:
+        heads: of queries, and of keys and values.
+        names: contenders.
+        rounds: timed rounds.
+        dense: also time a dense mask.
+        delay_ms: of the slow link; None to leave it out.
+    """
+
+    heads: tuple[int, int]
+    names: Sequence[str]
+    rounds: int
+    dense: bool = False
+    delay_ms: float | None = None
+
+
 def run_ranks_bench(
     tokens: int = 16384,
     world_size: int = 2,
@@ -98,29 +117,15 @@ def run_ranks_bench(
     names = _chosen(only)
     seed, row = _pick_row(tokens, longest or tokens // 4, world_size, seed, least_imbalance)
     slow_link = delay_ms if "balanced_a2a_waited" in names else None
+    passes = [Pass((HEADS, KV_HEADS), names, rounds, dense, slow_link)]
+    if "ulysses" in names:
+        passes.append(Pass(DIVISIBLE_HEADS, (BASE, "ulysses"), rounds))
     world = World.start(world_size, collective_timeout_s=600)
     try:
-        per_rank = world.run(
-            _compete, row, (HEADS, KV_HEADS), names, rounds, dense, slow_link, timeout_s=3600
-        )
-        divisible = None
-        if "ulysses" in names:
-            divisible = world.run(
-                _compete,
-                row,
-                DIVISIBLE_HEADS,
-                (BASE, "ulysses"),
-                rounds,
-                False,
-                None,
-                timeout_s=3600,
-            )
+        first, *more = (world.run(_compete, row, each, timeout_s=3600) for each in passes)
     finally:
         world.kill()
-    times, slow = _slowest(per_rank, WALL), _slowest(per_rank, WALL, "dense_times")
-    busy = _slowest(per_rank, PROCESSOR)
     plans = {n: plan_step(row, world_size, *LAYOUTS[n][:2]) for n in names if n in LAYOUTS}
-    told = (*per_rank, *(divisible or ()))
     return {
         "machine": machine() | {"threads": 1, "ranks": world_size},
         "row": {
@@ -132,16 +137,13 @@ def run_ranks_bench(
         "square_over_area": row.length**2 / row.area,
         "imbalance": {name: plan.imbalance for name, plan in plans.items()},
         "received_tokens": {name: max(p.received_tokens) for name, p in plans.items()},
-        "largest_difference": max(rank["largest_difference"] for rank in told),
-        "median_ms": medians(slow | times),
-        "over_balanced": _over_base(times) | _over_base(slow),
-        "processor_over_balanced": _over_base(busy),
-        "divisible_heads": None if divisible is None else _divisible(divisible),
-        "not_run": per_rank[0]["not_run"],
+        "largest_difference": max(r["largest_difference"] for each in (first, *more) for r in each),
+        **_figures(first),
+        "divisible_heads": {"heads": DIVISIBLE_HEADS, **_figures(more[0])} if more else None,
+        "not_run": first[0]["not_run"],
         "delay_ms": slow_link,
         "exposed_ms": {
-            name: max(rank["exposed_ms"][name] for rank in per_rank)
-            for name in per_rank[0]["exposed_ms"]
+            name: max(rank["exposed_ms"][name] for rank in first) for name in first[0]["exposed_ms"]
         },
     }
 
@@ -172,12 +174,11 @@ def _over_base(times: dict[str, list[float]]) -> dict[str, float]:
     return {name: ratio(times, name, BASE) for name in times if name != BASE}
 
 
-def _divisible(per_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    times = _slowest(per_rank, WALL)
+def _figures(per_rank: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    times, slow = _slowest(per_rank, WALL), _slowest(per_rank, WALL, "dense_times")
     return {
-        "heads": DIVISIBLE_HEADS,
-        "median_ms": medians(times),
-        "over_balanced": _over_base(times),
+        "median_ms": medians(slow | times),
+        "over_balanced": _over_base(times) | _over_base(slow),
         "processor_over_balanced": _over_base(_slowest(per_rank, PROCESSOR)),
     }
 
@@ -195,39 +196,33 @@ def _slowest(
     }
 
 
-def _compete(
-    rank: int,
-    world_size: int,
-    row: PackedRow,
-    heads: tuple[int, int],
-    names: Sequence[str],
-    rounds: int,
-    dense: bool,
-    delay_ms: float | None,
-) -> dict[str, Any]:
-    """One rank's part: check every contender, then time them in turn."""
+def _compete(rank: int, world_size: int, row: PackedRow, this: Pass) -> dict[str, Any]:
+    """One rank's part of a pass: check every contender, then time them in turn."""
     transport = as_transport(dist.group.WORLD)
-    problem = Problem.of(row.length, heads)
+    problem = Problem.of(row.length, this.heads)
     expected = problem.run(document_loop(row))
     runs: dict[str, Contender] = {}
     worst, not_run = 0.0, {}
-    for name in (*names, *([DENSE] if dense else [])):
+    for name in (*this.names, *([DENSE] if this.dense else [])):
         try:
-            contender = _contender(name, row, heads, problem, transport)
+            contender = _contender(name, row, this.heads, problem, transport)
         except UnsupportedError as reason:
             not_run[name] = str(reason)
             continue
         runs[name] = contender
         if contender.plan or rank == 0:
             worst = max(worst, _difference(contender, expected, rank))
-    by_dense = {name: runs[name] for name in (BASE, DENSE)} if dense else {}
+    by_dense = {name: runs[name] for name in (BASE, DENSE)} if this.dense else {}
     runs.pop(DENSE, None)
+    exposed = {}
+    if this.delay_ms is not None:
+        exposed = _exposed(problem, row, transport, this.delay_ms, this.rounds)
     return {
-        "times": _time(runs, rounds, rank),
+        "times": _time(runs, this.rounds, rank),
         "dense_times": _time(by_dense, DENSE_ROUNDS, rank),
         "largest_difference": worst,
         "not_run": not_run,
-        "exposed_ms": _exposed(problem, row, transport, delay_ms, rounds) if delay_ms else {},
+        "exposed_ms": exposed,
     }
 
 
