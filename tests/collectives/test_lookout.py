@@ -41,10 +41,7 @@ def test_the_story_names_those_who_are_not_there():
 )
 def test_the_story_blames_nobody_who_is_there(other, whom):
     said = str(tell_story(0, "dp", [at(8), other], "late"))
-    assert (
-        "rank 0 of 2 (dp): all_to_all of (3, 2) float32 (layer 3 of batch 9, forward) failed"
-        in said
-    )
+    assert said.startswith("rank 0 of 2 (dp): all_to_all of (3, 2) float32 (layer 3 of batch 9, ")
     assert f"waiting for {whom}: late" in said
     assert ("they run different programs" in said) == (whom == "no rank")
 
@@ -157,15 +154,16 @@ def test_threads_that_wait_too_long_say_for_whom():
             t.all_gather(torch.zeros(1))
         except CollectiveError as error:
             said[t.rank] = str(error)
-            release.set()
+            if len(said) == 2:
+                release.set()
+            release.wait(20)  # else this rank, too, has ended when the other asks
 
     Loopback(3, timeout_s=0.3).run(body)
     for rank in (0, 1):
-        assert (
-            f"rank {rank} of 3 (cp): all_gather (layer 1 of batch 4, forward) failed" in said[rank]
-        )
+        assert said[rank].startswith(f"rank {rank} of 3 (cp): all_gather (layer 1 of batch 4, fo")
         assert "waiting for rank 2: not all came within 0.3 s" in said[rank]
         assert "rank 2 has started no operation" in said[rank]
+        assert "dawdle (test_lookout.py:" in said[rank]
 
 
 def test_the_next_run_at_a_meeting_point_starts_anew():

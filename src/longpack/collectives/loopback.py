@@ -70,6 +70,7 @@ class Loopback:
         errors: list[BaseException | None] = [None] * self.world_size
 
         def serve(rank: int) -> None:
+            self._seats[rank].thread = threading.get_ident()
             why = "has ended: it makes fewer calls than others"
             try:
                 values[rank] = body(self.transport(rank))

@@ -1,6 +1,7 @@
 """Do all ranks load the same batch and make the same plan?"""
 
 import hashlib
+from functools import partial
 
 import torch
 
@@ -15,16 +16,18 @@ def check(subject: Subject) -> CheckResult:
     """Compare plan digests and tokens over the ranks."""
     s = subject.settings
 
-    def body(transport: Transport, model: Model) -> tuple[str, dict[str, str]]:
+    def body(transport: Transport, model: Model, compare: bool) -> tuple[str, dict[str, str]]:
         batch = subject.load(transport.rank, s.world_size)
         share = shard_batch(
-            batch, transport, s.layout, kv_exchange=s.kv_exchange, check_agreement=True
+            batch, transport, s.layout, kv_exchange=s.kv_exchange, check_agreement=compare
         )
         tensors = {k: _digest(v) for k, v in batch.items() if isinstance(v, torch.Tensor)}
         return share.plan.digest, tensors
 
     try:
-        found = on_ranks(subject, body)
+        found = on_ranks(subject, partial(body, compare=False))
+        if len({digest for digest, _ in found}) > 1:
+            on_ranks(subject, partial(body, compare=True))  # raises, naming the first difference
     except RunFailedError as failed:
         return CheckResult("ranks do not agree", (failed.finding,))
     digests = [digest for digest, _ in found]
