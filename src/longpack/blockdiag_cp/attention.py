@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from longpack.blockdiag_cp import state
 from longpack.blockdiag_cp.arguments import check_types
 from longpack.blockdiag_cp.carry import resolve_step
+from longpack.blockdiag_cp.observe import tell_observer
 from longpack.blockdiag_cp.operator import name_call
 from longpack.blockdiag_cp.step import CpStep
 from longpack.collectives import exchange_rows
@@ -90,7 +91,9 @@ def cp_blockdiag_sdpa(
 @torch.compiler.assume_constant_result
 def _choose(attn_backend: str, device_type: str, dtype: torch.dtype, *heads: int) -> str:
     """Return the kernel's name; while tracing, a constant of the graph."""
-    return choose_kernel(attn_backend, KernelCall(device_type, dtype, *heads)).name
+    kernel = choose_kernel(attn_backend, KernelCall(device_type, dtype, *heads)).name
+    tell_observer(kernel)
+    return kernel
 
 
 def _bring(

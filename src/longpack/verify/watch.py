@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from longpack.blockdiag_cp import attention, state
+from longpack.blockdiag_cp import state
+from longpack.blockdiag_cp.observe import observe_attention
 from longpack.recompute_replay import is_recomputing
 
 
@@ -49,31 +49,22 @@ class Watch:
         """The innermost module that is running."""
         return self._open[-1] if self._open else ""
 
-
-_WATCH: ContextVar[Watch | None] = ContextVar("longpack_watch", default=None)
+    def hear(self, kernel: str) -> None:
+        """Note an attention call under a step."""
+        if is_recomputing():
+            self.recomputed += 1
+        else:
+            self.calls.append((self.module, kernel))
 
 
 @contextmanager
 def ranks_apart() -> Iterator[None]:
-    """Let ranks that are threads of one process behave like processes, and be watched.
+    """Let ranks that are threads of one process behave like processes.
 
     The slot of `with step:` is one for all threads of a process, which holds one rank; here each
     thread gets its own. Enter it once, around all ranks.
     """
-    choose = attention.choose_kernel
-
-    def observed(*call: Any) -> Any:
-        choice, watch = choose(*call), _WATCH.get()
-        if watch is not None and is_recomputing():
-            watch.recomputed += 1
-        elif watch is not None:
-            watch.calls.append((watch.module, choice.name))
-        return choice
-
-    with (
-        patch.object(attention, "choose_kernel", observed),
-        patch.object(state, "_CP_BLOCKDIAG_STATE", _SlotOfThread()),
-    ):
+    with patch.object(state, "_CP_BLOCKDIAG_STATE", _SlotOfThread()):
         yield
 
 
@@ -81,11 +72,8 @@ def ranks_apart() -> Iterator[None]:
 def watch_recompute() -> Iterator[Watch]:
     """Count attention calls of forward and recompute on this rank."""
     watch = Watch()
-    token = _WATCH.set(watch)
-    try:
+    with observe_attention(watch.hear):
         yield watch
-    finally:
-        _WATCH.reset(token)
 
 
 @contextmanager
