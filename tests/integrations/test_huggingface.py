@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import longpack.integrations.huggingface as hf
@@ -269,6 +270,22 @@ def test_layers_that_cannot_be_right_are_named_before_a_step():
     faults = " ".join(hf.find_faults(linear))
     assert "recurrent" in faults
     assert "model.layers.0.linear_attn" in faults
+
+
+@pytest.mark.parametrize("kind", ["bloom", "roformer"])
+def test_a_model_that_attends_by_itself_is_named(kind):
+    """They take any attn_implementation and use none."""
+    config = transformers.CONFIG_MAPPING[kind](vocab_size=32, hidden_size=32)
+    config.is_decoder, config._attn_implementation = True, "longpack"
+    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="longpack")
+    assert any("attend by themselves" in fault for fault in hf.find_faults(module))
+
+
+def test_a_dropout_module_is_read_like_a_number():
+    module = make_model("llama").model.layers[0].self_attn
+    module.attention_dropout = torch.nn.Dropout(0.5)
+    assert "attention_dropout > 0" in " ".join(hf.find_faults(module.train()))
+    assert hf.find_faults(module.eval()) == []
 
 
 def test_one_rank_takes_the_same_path():

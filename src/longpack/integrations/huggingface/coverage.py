@@ -1,10 +1,13 @@
 """Find layers of a model that would not run, or not rightly, under context parallelism."""
 
+import inspect
 from typing import Any
 
 import torch
 
 from longpack.errors import UnsupportedError
+
+_INTERFACE = ("ALL_ATTENTION_FUNCTIONS", "attention_interface", "cp_blockdiag_sdpa")
 
 
 def find_faults(model: torch.nn.Module, name: str = "longpack") -> list[str]:
@@ -47,12 +50,16 @@ def _faults_of(module: torch.nn.Module, name: str) -> list[str]:
     faults = []
     if "Attention" not in type(module).__name__ or hasattr(module, "conv1d"):
         faults.append("recurrent layers, which need contiguous rows and their own exchange")
+    elif used is None or not _asks_interface(module):
+        faults.append("layers that attend by themselves, which attn_implementation does not reach")
     elif used != name:
-        shown = "attention of its own" if used is None else f"attn_implementation={used!r}"
-        faults.append(f"layers with {shown} (call model.set_attn_implementation({name!r}))")
+        remedy = f"call model.set_attn_implementation({name!r})"
+        faults.append(f"layers with attn_implementation={used!r} ({remedy})")
     if getattr(module, "sinks", None) is not None:
         faults.append("layers with attention sinks (s_aux)")
-    if float(getattr(module, "attention_dropout", 0.0) or 0.0) > 0 and module.training:
+    dropout = getattr(module, "attention_dropout", None) or 0.0
+    dropout = dropout.p if isinstance(dropout, torch.nn.Dropout) else dropout
+    if dropout > 0 and module.training:
         faults.append("layers with attention_dropout > 0 (set it to 0.0 in the config)")
     if getattr(module, "attn_logit_softcapping", None):
         faults.append("layers with attn_logit_softcapping (softcap)")
@@ -67,6 +74,23 @@ def _is_attention(module: torch.nn.Module) -> bool:
     projects = any(hasattr(module, p) for p in ("q_proj", "qkv_proj", "c_attn", "q_a_proj"))
     recurrent = hasattr(module, "conv1d") and hasattr(module, "A_log")
     return recurrent or kind.endswith("Attention") or (projects and hasattr(module, "o_proj"))
+
+
+def _asks_interface(module: torch.nn.Module) -> bool:
+    """Say whether an attention layer calls what `attn_implementation` names, as its source shows.
+
+    A few older models take any name and attend by themselves. A layer that holds the one which
+    attends, or whose source is not at hand, is given the benefit of the doubt: what it does shows
+    in the fire counter.
+    """
+    if any(_is_attention(part) for part in module.modules() if part is not module):
+        return True
+    kinds = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
+    try:
+        sources = [inspect.getsource(kind.forward) for kind in kinds]
+    except (OSError, TypeError):
+        return True
+    return any(word in source for source in sources for word in _INTERFACE)
 
 
 def _shown(paths: list[str]) -> str:
