@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from longpack.collectives import Loopback, as_transport, say_farewell
 from longpack.collectives.door import Door, ask
 from longpack.collectives.whereabouts import Whereabouts, tell_story
 from longpack.errors import CollectiveError
+from longpack.testing.ranks import World
 
 
 def at(operation, waiting=True, what="all_to_all of (3, 2) float32", frames="load (data.py:7)"):
@@ -179,3 +181,39 @@ def test_a_door_is_where_the_first_rank_is_reached(monkeypatch):
     assert door.address.host == "127.0.0.1"
     assert json.dumps(ask(door.address, {})) == str(os.getpid())
     door.close()
+
+
+def check_one_dies(rank, world_size, how):
+    """Rank 2 is killed or stopped; in a halo not every rank waits for it directly."""
+    transport = as_transport(dist.new_group(timeout=datetime.timedelta(seconds=2)))
+    transport.all_gather_object(None)
+    if rank == 2:
+        os.kill(os.getpid(), how)
+    transport.enter("layer 0 of batch 1, forward")
+    counts = [0] * world_size
+    send, receive = counts.copy(), counts.copy()
+    if rank + 1 < world_size:
+        send[rank + 1] = 1
+    if rank:
+        receive[rank - 1] = 1
+    for _ in range(3):
+        transport.point_to_point(torch.zeros(sum(send), 2), send, receive)
+        transport.all_to_all(torch.zeros(world_size, 2), [1] * 4, [1] * 4)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [(signal.SIGKILL, "rank 2 has ended, its process"), (signal.SIGSTOP, "rank 2 gives no answer")],
+)
+def test_four_ranks_end_when_one_is_killed_or_stopped(how, says):
+    world = World.start(4)
+    try:
+        world.run(check_sums)  # all are up
+        outcomes = world.outcomes(check_one_dies, how, grace_s=20, timeout_s=30)
+        for rank in (0, 1, 3):
+            said = outcomes[rank].failure
+            assert f"CollectiveError: rank {rank} of 4 (cp): " in said
+            assert "layer 0 of batch 1, forward) failed after" in said
+            assert f"  {says}" in said
+    finally:
+        world.kill()
