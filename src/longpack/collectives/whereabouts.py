@@ -1,5 +1,6 @@
 """Where each rank of an axis is, and the story this makes when one waits in vain."""
 
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from longpack.errors import CollectiveError, rank_prefix
 FRAMES = 4  # of a program, innermost first
 LINE = 300  # characters of an error that others are told
 
+_SOURCE = re.compile(r"^\[\S+\.cc:\d+\] ")
 _UNKNOWN = "could not be asked: ranks tell each other how in their first vote"
 _PASSED_OVER = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
@@ -87,8 +89,8 @@ def _is_late(theirs: Whereabouts | str | None, mine: Whereabouts) -> bool:
 
 
 def shorten(cause: object) -> str:
-    """Return the first words of an error."""
-    text = " ".join(str(cause).split("This is typically")[0].split())
+    """Return the first words of an error, without the file that a backend's begin with."""
+    text = " ".join(_SOURCE.sub("", str(cause)).split("This is typically")[0].split())
     return (text if len(text) <= LINE else f"{text[:LINE]}...").rstrip(". ")
 
 
