@@ -48,8 +48,6 @@ def test_real_documents_begin_where_their_files_do(tmp_path):
 @pytest.mark.parametrize("name", DANGEROUS_ROWS)
 def test_changing_a_document_changes_all_of_it_and_nothing_else(name):
     row = DANGEROUS_ROWS[name]
-    if row.length < 2:
-        pytest.skip("one token has no other to be exchanged for")
     batch = batch_of(row)
     for start, stop in row:
         differ = (change_document(batch, start, stop)["input_ids"] != batch["input_ids"])[0]

@@ -439,7 +439,12 @@ def test_ranks_that_hold_other_tokens_in_the_same_documents():
     ("world_size", "kind", "where", "text"),
     [
         (2, "coverage", "^rank 1$", "1 attention calls and rank 0 2"),  # no K/V needs to move
-        (3, "hang", r"^blocks\.1\.attention of rank [01]$", "waiting for rank 2: it ended"),
+        (
+            3,
+            "hang",
+            r"^blocks\.1\.attention of rank [01]$",
+            "rank 2 has ended: it makes fewer calls",
+        ),
     ],
 )
 def test_a_rank_of_padding_that_skips_a_layer(world_size, kind, where, text):

@@ -33,6 +33,7 @@ def verify_model(
     shard: Callable[[Batch, Transport], ShardedBatch] | None = None,
     forward: Callable[[torch.nn.Module, ShardedBatch], Any] | None = None,
     corpus: Sequence[Path] = (),
+    text_row: int | None = None,
     cp_mesh: Any = None,
     device: torch.device | str = "cpu",
     only: Sequence[str] = (),
@@ -54,6 +55,7 @@ def verify_model(
         shard: your own way from (batch, transport) to this rank's share.
         forward: your own call of the model: from (model, share), its outputs.
         corpus: text files whose beginnings are the documents.
+        text_row: which row of `position_ids` `[R, B, S]` counts text, as for `shard_batch`.
         cp_mesh: the cp axis where ranks are processes; every rank then calls this alike, and
             `world_size` is not read.
         device: where the model's copies run. Ranks that are threads need the CPU: backward of all
@@ -86,6 +88,7 @@ def verify_model(
         checkpointing=checkpointing,
         dtype=dtype or next(p.dtype for p in loaded.model.parameters() if p.is_floating_point()),
         device=torch.device(device),
+        text_row=text_row,
     )
     load, about = _loader(batch, loaded, corpus)
     subject = Subject(loaded.model, load, settings, ranks, shard, forward)
@@ -93,7 +96,8 @@ def verify_model(
     about = f"{loaded.about}, {about}: {plan.row}, {int((targets >= 0).sum())} targets"
     chosen = {name: check for name, check in CHECKS.items() if not only or name in only}
     results = _run(subject, chosen, tell)
-    shown = {**dataclasses.asdict(settings), "dtype": str(settings.dtype).removeprefix("torch.")}
+    shown = {k: v for k, v in dataclasses.asdict(settings).items() if v is not None}
+    shown["dtype"] = str(settings.dtype).removeprefix("torch.")
     shown["device"] = str(settings.device)
     return Report(about, shown, loaded.notes + _notes(subject), results)
 

@@ -10,8 +10,8 @@ TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 QUESTIONS = {
     "agreement": "Do all ranks hold the same batch and plan?",
-    "coverage": "Does every attention layer run under context parallelism?",
     "inputs": "Is the model given the documents, positions and tokens of the batch?",
+    "coverage": "Does every attention layer run under context parallelism?",
     "repeat": "Does the model compute the same thing twice?",
     "boundary": "When one document changes, does any other move?",
     "parity": "Are the split row, the packed row and documents one by one the same?",

@@ -6,11 +6,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from longpack.blockdiag_cp import ShardedBatch
 from longpack.collectives import Loopback, Transport, collect_votes
 from longpack.errors import (
     AgreementError,
     CollectiveError,
     LongpackError,
+    PackingError,
     ReplayError,
     StepError,
     UnsupportedError,
@@ -20,17 +22,41 @@ from longpack.plan import Plan
 from longpack.verify.batches import Batch
 from longpack.verify.report import Finding
 from longpack.verify.subject import Subject
-from longpack.verify.watch import Watch, ranks_apart, watch_forward
+from longpack.verify.watch import Watch, catch_inputs, ranks_apart, watch_forward
 
 T = TypeVar("T")
 Model = torch.nn.Module
 
 KINDS = {
+    PackingError: "documents",
     UnsupportedError: "argument",
     StepError: "step",
     AgreementError: "agreement",
     CollectiveError: "hang",
     ReplayError: "recompute",
+}
+
+
+# Cause and remedy, by kind; else by whether longpack raised it.
+_WHY = {
+    "hang": (
+        "all ranks must make the same exchanges in the same order, and one did not come to this",
+        "see what the rank that is waited for ran instead, or where it stopped",
+    ),
+    "agreement": (
+        "the data loader gives the ranks of one cp axis different rows",
+        "seed and shard the loader by the dp rank alone, not by the global rank",
+    ),
+}
+_WHY_OURS = {
+    True: (
+        "longpack refuses what it cannot compute rightly",
+        "the message names the argument or layer to change",
+    ),
+    False: (
+        "the model, or what calls it, raised",
+        "run the model on one rank with this batch, and follow the traceback",
+    ),
 }
 
 
@@ -40,17 +66,13 @@ class RunFailedError(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         kind = next((k for cls, k in KINDS.items() if isinstance(error, cls)), "raised")
-        ours = isinstance(error, LongpackError)
+        cause, remedy = _WHY.get(kind) or _WHY_OURS[isinstance(error, LongpackError)]
         self.finding = Finding(
             kind=kind,
             where=" of ".join(filter(None, getattr(error, "__notes__", ()))) or "the model",
             fact=f"{type(error).__name__}: {error}".removesuffix("."),
-            cause="longpack refuses what it cannot compute rightly"
-            if ours
-            else "the model, or what calls it, raised",
-            remedy="the message names the argument or layer to change"
-            if ours
-            else "run the model on one rank with this batch, and follow the traceback",
+            cause=cause,
+            remedy=remedy,
         )
 
 
@@ -72,15 +94,21 @@ class JoinedRanks:
         """Call `body` here, as every rank does, and return all ranks' values.
 
         Raises:
-            CollectiveError: another rank raised; here, whatever `body` raised.
+            CollectiveError: another rank raised, or does not come; here, whatever `body` raised.
         """
         error: BaseException | None = None
         value: Any = None
         try:
             value = body(self.transport)
+        except CollectiveError:  # ranks no longer meet, and would not meet in a vote
+            raise
         except BaseException as raised:  # noqa: BLE001 -- told to the others, then raised again
             error = raised
-        votes = collect_votes(self.transport, value, None if error is None else repr(error))
+            self.transport.enter(f"after {type(raised).__name__}: {raised}")  # for who waits here
+        try:
+            votes = collect_votes(self.transport, value, None if error is None else repr(error))
+        except CollectiveError as late:
+            raise error or late from None
         if error is not None:
             raise error
         failed = [f"rank {r}: {v.failure}" for r, v in enumerate(votes) if v.failure is not None]
@@ -103,7 +131,10 @@ class Ran:
 
 
 def on_ranks(
-    subject: Subject, body: Callable[[Transport, Model], T], world_size: int | None = None
+    subject: Subject,
+    body: Callable[[Transport, Model], T],
+    world_size: int | None = None,
+    fresh: bool = False,
 ) -> list[T]:
     """Call `body(transport, model)` on every rank, each with a copy of its own.
 
@@ -111,22 +142,26 @@ def on_ranks(
         subject: its ranks run.
         body: may raise anything, as the user's model may.
         world_size: another number of ranks, as threads of this process.
+        fresh: copies that have never run, without what a first call builds.
 
     Raises:
         RunFailedError: some rank raised.
     """
     ranks = Loopback(world_size) if world_size else subject.ranks
 
+    def copy(rank: int) -> Model:
+        return subject.copy(subject.settings.dtype) if fresh else subject.replica(rank)
+
     def noted(transport: Transport) -> T:
         try:
-            return body(transport, models.get(transport.rank) or subject.replica(transport.rank))
+            return body(transport, models.get(transport.rank) or copy(transport.rank))
         except BaseException as error:
             error.add_note(f"rank {transport.rank}")
             raise
 
     # Threads share torch's random stream and must not build modules: copy first.
     threads = range(ranks.world_size) if isinstance(ranks, Loopback) else ()
-    models = {rank: subject.replica(rank) for rank in threads}
+    models = {rank: copy(rank) for rank in threads}
     try:
         with ranks_apart():
             return ranks.run(noted)
@@ -144,7 +179,7 @@ def run_packed(subject: Subject, world_size: int | None = None) -> Ran:
         logits, _ = read_outputs(subject.call(model, share))
         loss = right_loss(subject.targets, share.plan, transport.rank, logits)
         gradients = take_gradients(model, loss)
-        return share.unshard(logits.detach()).flatten(0, -2).cpu(), gradients
+        return _whole(subject, share, logits.detach()), gradients
 
     real = torch.from_numpy(subject.row.doc_ids() > 0)
     found = on_ranks(subject, body, world_size)
@@ -184,9 +219,24 @@ def packed_logits(subject: Subject, batch: Batch | None = None) -> torch.Tensor:
         with torch.no_grad():
             share = subject.share(transport, batch)
             logits, _ = read_outputs(subject.call(model, share))
-            return share.unshard(logits).flatten(0, -2).cpu()
+            return _whole(subject, share, logits)
 
     return on_ranks(subject, body)[0]
+
+
+def read_inputs(subject: Subject) -> list[tuple[dict[str, torch.Tensor], Plan]]:
+    """Return the tensors that every rank's model is given, by name, and its plan.
+
+    The model itself does not run: what it is given may be why it cannot.
+    """
+
+    def body(transport: Transport, model: Model) -> tuple[dict[str, torch.Tensor], Plan]:
+        share = subject.share(transport)
+        with catch_inputs(model) as given:
+            subject.call(model, share)
+        return given, share.plan
+
+    return on_ranks(subject, body)
 
 
 def watch_ranks(
@@ -221,10 +271,15 @@ def right_loss(targets: torch.Tensor, plan: Plan, rank: int, logits: torch.Tenso
 
 
 def local_rows(values: torch.Tensor, plan: Plan, rank: int, fill: int = IGNORE) -> torch.Tensor:
-    """Return the rows of `[S]` that a rank holds, `fill` past the end."""
-    padded = values.new_full((plan.padded_length,), fill)
+    """Return the rows of `[S, ...]` that a rank holds, `fill` past the end."""
+    padded = values.new_full((plan.padded_length, *values.shape[1:]), fill)
     padded[: len(values)] = values
     return padded[torch.from_numpy(plan.shards.rows(rank))]
+
+
+def _whole(subject: Subject, share: ShardedBatch, logits: torch.Tensor) -> torch.Tensor:
+    """Return `[S, vocab]`; a shard of the user's own may have padded the row at its end."""
+    return share.unshard(logits).flatten(0, -2)[: subject.row.length].cpu()
 
 
 def read_outputs(outputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

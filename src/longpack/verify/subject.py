@@ -11,7 +11,8 @@ import torch
 
 from longpack.blockdiag_cp import ShardedBatch, shard_batch
 from longpack.collectives import Transport
-from longpack.packing import PackedRow, read_documents
+from longpack.errors import PackingError
+from longpack.packing import PackedRow, batch_shape, read_documents
 from longpack.plan import Plan, plan_step
 from longpack.verify.batches import Batch, document_batch, whole_targets
 
@@ -38,6 +39,7 @@ class Settings:
         checkpointing: `full`, `reentrant`, or `as_is` to leave the model's own.
         dtype: of parameters and computation.
         device: of the model's copies; what is compared is brought to the CPU.
+        text_row: as for `longpack.shard_batch`.
     """
 
     world_size: int
@@ -47,6 +49,7 @@ class Settings:
     checkpointing: str
     dtype: torch.dtype
     device: torch.device
+    text_row: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,7 @@ class Subject:
     @cached_property
     def row(self) -> PackedRow:
         """The documents that the batch says it has."""
-        return read_documents(self.batch)
+        return read_documents(self.batch, text_row=self.settings.text_row)
 
     @cached_property
     def plan(self) -> Plan:
@@ -88,7 +91,11 @@ class Subject:
     @cached_property
     def targets(self) -> torch.Tensor:
         """The targets `[S]` that the batch's labels and documents ask for."""
-        return whole_targets(self.batch, self.row)
+        return self.read_targets(self.batch)
+
+    def read_targets(self, batch: Batch) -> torch.Tensor:
+        """Return the targets `[S]` of a batch like this one."""
+        return whole_targets(batch, read_documents(batch, text_row=self.settings.text_row))
 
     @property
     def is_transformers(self) -> bool:
@@ -134,17 +141,22 @@ class Subject:
         if batch is None:
             batch = self.load(transport.rank, self.settings.world_size)
         batch = _moved(batch, self.settings.device)
-        if self.shard is not None:
-            return self.shard(batch, transport)
         s = self.settings
-        return shard_batch(
-            batch,
-            transport,
-            s.layout,
-            kv_exchange=s.kv_exchange,
-            attn_backend=s.attn_backend,
-            check_agreement=False,
+        share = (
+            shard_batch(
+                batch,
+                transport,
+                s.layout,
+                kv_exchange=s.kv_exchange,
+                attn_backend=s.attn_backend,
+                text_row=s.text_row,
+                check_agreement=False,
+            )
+            if self.shard is None
+            else self.shard(batch, transport)
         )
+        _refuse_lost_rows(batch, share.plan)
+        return share
 
     def call(self, model: torch.nn.Module, share: ShardedBatch) -> Any:
         """Return the model's outputs as the user calls it."""
@@ -157,11 +169,21 @@ class Subject:
         rank and one document, with the dense kernel.
         """
         document = _moved(document_batch(self.batch, start, stop), self.settings.device)
-        share = shard_batch(document, attn_backend="dense")
+        share = shard_batch(document, attn_backend="dense", text_row=self.settings.text_row)
         if self.is_transformers:
             inputs = {k: v for k, v in share.inputs.items() if k != "cp_step"}
             return model(**inputs)
         return self.call(model, share)
+
+
+def _refuse_lost_rows(batch: Batch, plan: Plan) -> None:
+    b, s = batch_shape(batch)
+    if plan.row.length < b * s:
+        raise PackingError(
+            f"the batch has {b * s} rows and the plan {plan.row.length}: "
+            f"{b * s - plan.row.length} tokens were lost before the split. Round lengths up, not "
+            "down, or hand the whole batch to shard_batch, which pads by itself"
+        )
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

@@ -1,5 +1,6 @@
 """Watch a model run: which module attends with what, what each is given and gives."""
 
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +34,12 @@ class Watch:
         calls: (module, kernel) of every attention call under a step, in the forward.
         recomputed: attention calls in a recompute.
         stock: modules that attended with torch's own attention or softmax.
-        given: keyword arguments of the model that are tensors.
         events: every module call, where they were asked for, in the order they ended.
     """
 
     calls: list[tuple[str, str]] = field(default_factory=list)
     recomputed: int = 0
     stock: list[str] = field(default_factory=list)
-    given: dict[str, torch.Tensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     _open: list[str] = field(default_factory=list)
 
@@ -103,11 +102,38 @@ def watch_forward(model: torch.nn.Module, rows: int, tensors: bool = False) -> I
                 handle.remove()
 
 
+class _Caught(BaseException):
+    """Ends a forward that has shown what it is given."""
+
+
+@contextmanager
+def catch_inputs(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect the tensors that the model, or the first part that takes tokens, is given by name.
+
+    The forward ends there.
+    """
+    given: dict[str, torch.Tensor] = {}
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = inspect.signature(module.forward).parameters
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        if module is model or {"input_ids", "position_ids"} & named.keys():
+            tensors = {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
+            given.update({k: v.detach().cpu() for k, v in tensors.items()})
+            raise _Caught
+
+    handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
+    try:
+        yield given
+    except _Caught:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _hooks(watch: Watch, path: str, rows: int, tensors: bool) -> tuple[Any, Any]:
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not watch._open:
-            tensors_given = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
-            watch.given = {k: v.detach().cpu() for k, v in tensors_given.items()}
         watch._open.append(path)
 
     def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

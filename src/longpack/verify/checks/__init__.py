@@ -22,8 +22,8 @@ Check = Callable[[Subject], CheckResult]
 
 CHECKS: dict[str, Check] = {
     "agreement": agreement.check,
-    "coverage": coverage.check,
     "inputs": inputs.check,
+    "coverage": coverage.check,
     "repeat": repeat.check,
     "boundary": boundary.check,
     "parity": parity.check,

@@ -19,7 +19,12 @@ def check(subject: Subject) -> CheckResult:
     def body(transport: Transport, model: Model, compare: bool) -> tuple[str, dict[str, str]]:
         batch = subject.load(transport.rank, s.world_size)
         share = shard_batch(
-            batch, transport, s.layout, kv_exchange=s.kv_exchange, check_agreement=compare
+            batch,
+            transport,
+            s.layout,
+            kv_exchange=s.kv_exchange,
+            text_row=s.text_row,
+            check_agreement=compare,
         )
         tensors = {k: _digest(v) for k, v in batch.items() if isinstance(v, torch.Tensor)}
         return share.plan.digest, tensors

@@ -75,18 +75,21 @@ def _left_out(subject: Subject, stock: list[str]) -> list[Finding]:
 
 
 def _uneven(ranks: list[tuple[Watch, Plan]]) -> list[Finding]:
-    counts = [Counter(path for path, _ in watch.calls) for watch, _ in ranks]
+    calls = [[path for path, _ in watch.calls] for watch, _ in ranks]
     return [
         Finding(
             kind="coverage",
             where=f"rank {rank}",
-            fact=f"rank {rank} made {sum(count.values())} attention calls and rank 0 "
-            f"{sum(counts[0].values())}",
+            fact=f"rank {rank} made {len(theirs)} attention calls and rank 0 {len(calls[0])}"
+            if len(theirs) != len(calls[0])
+            else f"rank {rank} attends in another order than rank 0: {', '.join(theirs)} and "
+            f"{', '.join(calls[0])}",
             cause="ranks must make the same calls in the same order, as each is a collective",
-            remedy="do not skip layers on ranks that hold only padding or no target",
+            remedy="do not skip or reorder layers by what a rank holds, as only padding or no "
+            "target",
         )
-        for rank, count in enumerate(counts)
-        if count != counts[0]
+        for rank, theirs in enumerate(calls)
+        if theirs != calls[0]
     ]
 
 

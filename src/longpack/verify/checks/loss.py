@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from longpack.collectives import Transport
 from longpack.loss import IGNORE, count_targets, cross_entropy
 from longpack.plan import Plan
-from longpack.verify.batches import Batch, whole_targets, without_labels
+from longpack.verify.batches import Batch, without_labels
 from longpack.verify.budget import half_the_digits
 from longpack.verify.report import CheckResult, Finding
 from longpack.verify.runs import Model, local_rows, on_ranks, read_outputs
@@ -27,6 +27,7 @@ class Observed:
         gradient: relative distance of its gradient in the logits from the right one; None where
             it cannot be taken.
         targets: of this rank.
+        apart: part of the loss comes from parameters in another way than through the logits.
         wrong: what each kind of mistake would give.
     """
 
@@ -34,6 +35,7 @@ class Observed:
     right: float
     gradient: float | None
     targets: int
+    apart: bool
     wrong: dict[str, float]
 
 
@@ -44,11 +46,11 @@ def check(subject: Subject) -> CheckResult:
         return CheckResult("the model returns no loss of its own: longpack.loss.cross_entropy is")
     sparse = _observe(subject, _only_first_rank(subject))
     tolerance = half_the_digits(subject.settings.dtype)
-    findings = [
-        _finding(name, ranks, tolerance)
-        for name, ranks in (("the batch", whole), ("targets on rank 0 alone", sparse))
-        if _off(ranks, tolerance)
-    ]
+    named = (("the batch", whole), ("targets on rank 0 alone", sparse))
+    off = [(name, ranks) for name, ranks in named if _off(ranks, tolerance)]
+    beside = [_beside(ranks, tolerance) for _, ranks in off]
+    auxiliary = bool(off) and all(beside)
+    findings = [] if auxiliary else [_finding(name, ranks, tolerance) for name, ranks in off]
     total, right = (sum(getattr(r, k) or 0.0 for r in whole) for k in ("loss", "right"))
     empty = sum(r.targets == 0 for r in sparse)
     said = (
@@ -60,15 +62,32 @@ def check(subject: Subject) -> CheckResult:
         "ranks": [{"loss": r.loss, "right": r.right, "targets": r.targets} for r in whole],
         "gradient_error": max((r.gradient or 0.0) for r in [*whole, *sparse]),
     }
+    if auxiliary:
+        terms, alone = _terms(whole), sum(_terms(_observe(subject, subject.batch, world_size=1)))
+        said += (
+            f"; beside it stands an auxiliary term, no function of the logits, of "
+            f"{sum(terms):.6f} over {len(whole)} ranks and {alone:.6f} on one. Where each rank "
+            "takes it as a mean over its own rows, divide its coefficient by the number of ranks"
+        )
+        data["auxiliary"] = {"ranks": terms, "one_rank": alone}
     return CheckResult(said, tuple(findings[:1]), data)
 
 
-def _observe(subject: Subject, batch: Batch) -> list[Observed]:
+def _beside(ranks: list[Observed], tolerance: float) -> bool:
+    """Say whether what is not cross-entropy stands beside it: the logits' gradient is right."""
+    return all(r.apart and r.gradient is not None and r.gradient <= tolerance for r in ranks)
+
+
+def _terms(ranks: list[Observed]) -> list[float]:
+    return [(r.loss or 0.0) - r.right for r in ranks]
+
+
+def _observe(subject: Subject, batch: Batch, world_size: int | None = None) -> list[Observed]:
     def body(transport: Transport, model: Model) -> Observed:
         share = subject.share(transport, batch)
         logits, loss = read_outputs(subject.call(model, share))
-        targets = local_rows(whole_targets(batch, subject.row), share.plan, transport.rank)
-        count = count_targets(whole_targets(batch, subject.row))
+        whole = subject.read_targets(batch)
+        targets, count = local_rows(whole, share.plan, transport.rank), count_targets(whole)
         leaf = logits.detach()[0].cpu().requires_grad_()
         right = cross_entropy(leaf, targets, count)
         gradient = None
@@ -81,10 +100,25 @@ def _observe(subject: Subject, batch: Batch) -> list[Observed]:
             right=right.item(),
             gradient=gradient,
             targets=int((targets != IGNORE).sum()),
+            apart=loss is not None and _has_term_apart(loss, logits),
             wrong=_mistakes(subject, batch, share.plan, transport.rank, leaf.detach()),
         )
 
-    return on_ranks(subject, body)
+    return on_ranks(subject, body, world_size)
+
+
+def _has_term_apart(loss: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Say whether the loss's graph reaches a leaf without passing the logits."""
+    through, seen, left = logits.grad_fn, set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node is through or node in seen:
+            continue
+        if hasattr(node, "variable"):  # of a leaf: a parameter
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False
 
 
 def _only_first_rank(subject: Subject) -> Batch:
@@ -127,6 +161,11 @@ def _finding(name: str, ranks: list[Observed], tolerance: float) -> Finding:
             f"be {r.right:.6f}"
         )
         cause = fits[0] if fits else "it is no cross-entropy of the logits that the doctor knows"
+        if r.apart and not fits:
+            cause += (
+                ", beside an auxiliary term that is no function of the logits: with that term "
+                "switched off the rest may be known"
+            )
     return Finding(
         kind="loss",
         where="the model's loss" if off is None else f"the loss of rank {off}",
@@ -141,7 +180,7 @@ def _mistakes(
     subject: Subject, batch: Batch, plan: Plan, rank: int, logits: torch.Tensor
 ) -> dict[str, float]:
     """Return the loss that each combination of wrong targets and wrong divisor would give."""
-    right = whole_targets(batch, subject.row)
+    right = subject.read_targets(batch)
     labels = batch.get("labels")
     labels = right if labels is None else labels.flatten()
     wholes = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ import torch.utils.checkpoint as checkpointing
 
 from longpack.collectives import Transport
 from longpack.recompute_replay import RecomputeReplay
-from longpack.verify.batches import Batch, reverse_documents, whole_targets
+from longpack.verify.batches import Batch, reverse_documents
 from longpack.verify.budget import half_the_digits, relative_errors
+from longpack.verify.kept import Numbers, changed_numbers, kept_graphs, kept_numbers
 from longpack.verify.report import CheckResult, Finding
 from longpack.verify.runs import (
     Model,
@@ -33,34 +35,38 @@ Gradients = dict[str, torch.Tensor]
 def check(subject: Subject) -> CheckResult:
     """Run forward A, forward B, backward A, backward B with checkpointing; compare with without.
 
-    Every decision that a replay channel of the model hands back is made again and compared.
+    Every decision that a replay channel of the model hands back is made again and compared. Each
+    of the two runs has copies that have never run, as state of a first call is what a recompute
+    may lack.
     """
     batches = [subject.batch, reverse_documents(subject.batch, subject.row)]
     channels = _channels(subject.model)
 
-    def alone(transport: Transport, model: Model) -> list[Gradients]:
-        return [take_gradients(model, _loss(subject, model, transport, b)) for b in batches]
+    def alone(transport: Transport, model: Model) -> Stepped:
+        gradients = [take_gradients(model, _loss(subject, model, transport, b)) for b in batches]
+        return Stepped(gradients, kept_numbers(model), kept_graphs(model))
 
-    def interleaved(transport: Transport, model: Model) -> tuple[list[Gradients], int]:
+    def interleaved(transport: Transport, model: Model) -> Stepped:
         with watch_recompute() as watch, _Checkpointed(model, subject.settings.checkpointing):
             losses = [_loss(subject, model, transport, batch) for batch in batches]
-            return [take_gradients(model, loss) for loss in losses], watch.recomputed
+            gradients = [take_gradients(model, loss) for loss in losses]
+        return Stepped(gradients, kept_numbers(model), recomputed=watch.recomputed)
 
     with _without_checkpointing():
-        plain = on_ranks(subject, alone)
+        plain = on_ranks(subject, alone, fresh=True)
     with ExitStack() as stack:
         reports = {c.name: stack.enter_context(c.verify()) for c in channels}
-        found = on_ranks(subject, interleaved)
+        found = on_ranks(subject, interleaved, fresh=True)
     errors = [
-        _errors(sum_gradients([gradients[i] for gradients, _ in found]),
-                sum_gradients([rank[i] for rank in plain]))
+        _errors(*(sum_gradients([rank.gradients[i] for rank in run]) for run in (found, plain)))
         for i in range(len(batches))
-    ]  # fmt: skip
+    ]
     largest = max(max(e.values()) for e in errors)
     limit = half_the_digits(subject.settings.dtype)
-    recomputed = found[0][1]
+    recomputed = found[0].recomputed
     off = [i for i, e in enumerate(errors) if not max(e.values()) <= limit]
     findings = [_changed(off[0], errors[off[0]], limit)] if off else []
+    findings += [*_counted(found[0].numbers, plain[0].numbers, limit), *_held(plain[0].graphs)]
     said = (
         f"two microbatches interleaved, {recomputed} attention calls recomputed a rank: gradients "
         f"differ from those without by {largest:.2g}, {limit:.2g} allowed; "
@@ -73,10 +79,27 @@ def check(subject: Subject) -> CheckResult:
     return CheckResult(said, tuple(findings), data)
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """What one rank has after both microbatches.
+
+    Args:
+        gradients: of each.
+        numbers: that the model's modules hold.
+        graphs: attributes that keep activations alive.
+        recomputed: attention calls in recomputes.
+    """
+
+    gradients: list[Gradients]
+    numbers: Numbers
+    graphs: list[str] = field(default_factory=list)
+    recomputed: int = 0
+
+
 def _loss(subject: Subject, model: Model, transport: Transport, batch: Batch) -> torch.Tensor:
     share = subject.share(transport, batch)
     logits, _ = read_outputs(subject.call(model, share))
-    return right_loss(whole_targets(batch, share.plan.row), share.plan, transport.rank, logits)
+    return right_loss(subject.read_targets(batch), share.plan, transport.rank, logits)
 
 
 @contextmanager
@@ -154,3 +177,34 @@ def _changed(microbatch: int, errors: dict[str, float], limit: float) -> Finding
         "decides something anew (routes, top-k)",
         remedy="pass the step as an argument, and make decisions with RecomputeReplay.decide",
     )
+
+
+def _counted(ours: Numbers, theirs: Numbers, tolerance: float) -> Iterator[Finding]:
+    names = changed_numbers(ours, theirs, tolerance)
+    if names:
+        first = names[0]
+        yield Finding(
+            kind="recompute",
+            where=", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else ""),
+            fact=f"after both microbatches {first} is {_shown(ours[first])} with checkpointing and "
+            f"{_shown(theirs[first])} without",
+            cause="the forward changes it, and a recompute runs the forward again: what it counts "
+            "is counted twice",
+            remedy="leave it alone where longpack.recompute_replay.is_recomputing()",
+        )
+
+
+def _held(names: list[str]) -> Iterator[Finding]:
+    if names:
+        yield Finding(
+            kind="kept",
+            where=", ".join(names),
+            fact="after backward it still holds a tensor with the activations that it came from",
+            cause="a tensor with a graph was kept, of a branch that backward does not pass and so "
+            "does not free",
+            remedy="keep tensor.detach()",
+        )
+
+
+def _shown(value: torch.Tensor) -> str:
+    return f"{float(value):g}" if value.numel() == 1 else f"{value.double().norm():g} in norm"
