@@ -25,7 +25,9 @@ def at(operation, waiting=True, what="all_to_all of (3, 2) float32", frames="loa
 
 def test_the_story_names_those_who_are_not_there():
     ranks = [at(8), at(8), at(7, waiting=False), "has ended, its process is gone", None]
-    said = str(tell_story(1, "cp", ranks, "[/a/b.cc:537] Connection closed. This is typically caused by"))
+    said = str(
+        tell_story(1, "cp", ranks, "[/a/b.cc:537] Connection closed. This is typically caused by")
+    )
     assert said.splitlines()[0] == (
         "rank 1 of 5 (cp): all_to_all of (3, 2) float32 (layer 3 of batch 9, forward) failed after "
         "4.0 s, waiting for ranks 2, 3: Connection closed"
@@ -197,7 +199,7 @@ def check_one_dies(rank, world_size, how):
     if rank:
         receive[rank - 1] = 1
     for _ in range(3):
-        transport.point_to_point(torch.zeros(sum(send), 2), send, receive)
+        transport.all_to_all(torch.zeros(sum(send), 2), send, receive, direct=True)
         transport.all_to_all(torch.zeros(world_size, 2), [1] * 4, [1] * 4)
 
 

@@ -47,7 +47,7 @@ class Ring:
         rank, world, rows = self.transport.rank, self.transport.world_size, block.shape[0]
         send = [rows if r == (rank + 1) % world else 0 for r in range(world)]
         receive = [rows if r == (rank - 1) % world else 0 for r in range(world)]
-        return self.transport.point_to_point(block, send, receive)
+        return self.transport.all_to_all(block, send, receive, direct=True)
 
     def _sources(self) -> list[int]:
         """Whose block passes by at each turn."""

@@ -53,17 +53,10 @@ class Delayed(Transport):
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         out: torch.Tensor | None = None,
+        direct: bool = False,
     ) -> Pending:
-        return self._late(self._transport.start_all_to_all(x, send_counts, receive_counts, out))
-
-    def start_point_to_point(
-        self,
-        x: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> Pending:
-        return self._late(self._transport.start_point_to_point(x, send_counts, receive_counts, out))
+        start = self._transport.start_all_to_all
+        return self._late(start(x, send_counts, receive_counts, out, direct))
 
     def start_all_reduce(self, x: torch.Tensor) -> Pending:
         return self._late(self._transport.start_all_reduce(x))

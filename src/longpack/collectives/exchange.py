@@ -1,6 +1,5 @@
 """Differentiable exchanges of rows. The backward of each is its transpose, and adds."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +71,8 @@ class _Exchange(torch.autograd.Function):
             landed = transport.all_gather(x)
         else:
             sent = x.index_select(0, route.send_index)
-            arrived = _move(transport, route.kind, sent, route.send_counts, route.receive_counts)
+            counts = route.send_counts, route.receive_counts
+            arrived = transport.all_to_all(sent, *counts, direct=route.kind == "halo")
             landed = torch.cat([x, arrived])
         if route.key_index is None:
             return landed[: route.num_keys]
@@ -96,7 +96,8 @@ class _Exchange(torch.autograd.Function):
         if route.kind == "allgather":
             return _sum_home(landed, transport), None, None, None
         home, away = landed[: shape[0]], landed[shape[0] :]
-        back = _move(transport, route.kind, away, route.receive_counts, route.send_counts)
+        counts = route.receive_counts, route.send_counts
+        back = transport.all_to_all(away, *counts, direct=route.kind == "halo")
         total = home.to(_sum_dtype(grad.dtype), copy=True)
         total.index_add_(0, route.send_index, back.to(total.dtype))
         return total.to(grad.dtype), None, None, None
@@ -124,17 +125,6 @@ def _place(grad: torch.Tensor, route: Route, rows: int) -> torch.Tensor:
     else:
         landed.index_copy_(0, route.key_index, grad)  # a rank reads no row twice
     return landed
-
-
-def _move(
-    transport: Transport,
-    kind: str,
-    x: torch.Tensor,
-    send_counts: Sequence[int],
-    receive_counts: Sequence[int],
-) -> torch.Tensor:
-    move = transport.point_to_point if kind == "halo" else transport.all_to_all
-    return move(x, send_counts, receive_counts)
 
 
 def _sum_home(landed: torch.Tensor, transport: Transport) -> torch.Tensor:

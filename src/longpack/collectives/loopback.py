@@ -167,35 +167,9 @@ class LoopbackTransport(Transport):
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         out: torch.Tensor | None = None,
+        direct: bool = False,
     ) -> Pending:
-        return _Arrived(self._swap("all_to_all", x, send_counts, receive_counts, out))
-
-    def start_point_to_point(
-        self,
-        x: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> Pending:
-        return _Arrived(self._swap("point_to_point", x, send_counts, receive_counts, out))
-
-    def start_all_reduce(self, x: torch.Tensor) -> Pending:
-        parts = self._meeting.meet(self.rank, "all_reduce", x.clone())  # others read it later
-        self._check_alike("all_reduce", parts)
-        x.copy_(torch.stack(parts).sum(0))
-        return _Arrived(x)
-
-    def all_gather_object(self, value: T) -> list[T]:
-        return self._meeting.meet(self.rank, "all_gather_object", value)
-
-    def _swap(
-        self,
-        name: str,
-        x: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        name = "point_to_point" if direct else "all_to_all"
         parcels = self._meeting.meet(self.rank, name, x.split(list(send_counts)))
         mine = [parcel[self.rank] for parcel in parcels]
         if sum(len(rows) for rows in mine) != sum(receive_counts):
@@ -205,7 +179,16 @@ class LoopbackTransport(Transport):
                 "expected: ranks hold different plans"
             )
         self._check_alike(name, mine)
-        return torch.cat(mine, out=out)
+        return _Arrived(torch.cat(mine, out=out))
+
+    def start_all_reduce(self, x: torch.Tensor) -> Pending:
+        parts = self._meeting.meet(self.rank, "all_reduce", x.clone())  # others read it later
+        self._check_alike("all_reduce", parts)
+        x.copy_(torch.stack(parts).sum(0))
+        return _Arrived(x)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        return self._meeting.meet(self.rank, "all_gather_object", value)
 
     def _check_alike(self, name: str, parcels: Sequence[torch.Tensor]) -> None:
         kinds = {(tuple(rows.shape[1:]), rows.dtype) for rows in parcels}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -53,9 +54,13 @@ class ProcessGroupTransport(Transport):
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         out: torch.Tensor | None = None,
+        direct: bool = False,
     ) -> Pending:
         arrivals = x.new_empty((sum(receive_counts), *x.shape[1:])) if out is None else out
         source, sent, received = x.contiguous(), list(send_counts), list(receive_counts)
+        if direct:
+            post = partial(self._post, source, sent, arrivals, received)
+            return self._start("point_to_point", source, arrivals, post)
         return self._start(
             "all_to_all",
             source,
@@ -65,22 +70,6 @@ class ProcessGroupTransport(Transport):
                     arrivals, source, received, sent, group=self._group, async_op=True
                 )
             ],
-        )
-
-    def start_point_to_point(
-        self,
-        x: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> Pending:
-        arrivals = x.new_empty((sum(receive_counts), *x.shape[1:])) if out is None else out
-        source = x.contiguous()
-        return self._start(
-            "point_to_point",
-            source,
-            arrivals,
-            lambda: self._post(source, send_counts, arrivals, receive_counts),
         )
 
     def start_all_reduce(self, x: torch.Tensor) -> Pending:

@@ -45,6 +45,11 @@ class StagedRoute:
     wide: bool
 
     @property
+    def is_direct(self) -> bool:
+        """Rows travel point to point."""
+        return self.kind == "halo"
+
+    @property
     def received(self) -> int:
         """Rows that arrive, in all stages."""
         return self.stages[-1].stop
@@ -97,9 +102,9 @@ def start_rows(key: Tensor, value: Tensor, transport: Transport, route: StagedRo
     for stage in route.stages:
         picked = [x.index_select(0, stage.send_index) for x in (key, value)]
         out = rows[stage.first : stage.stop] if stage.reading is None else None
-        start = _starter(transport, route.kind)
+        counts = stage.send_counts, stage.receive_counts
         source = torch.cat(picked, dim=-1)
-        pending.append(start(source, stage.send_counts, stage.receive_counts, out))
+        pending.append(transport.start_all_to_all(source, *counts, out, route.is_direct))
     return Arriving(rows, route, pending)
 
 
@@ -117,8 +122,8 @@ def start_home(grad: Tensor, transport: Transport, route: StagedRoute, number: i
     stage = route.stages[number]
     if stage.reading is not None:
         grad = torch.empty_like(grad).index_copy_(0, stage.reading, grad)
-    start = _starter(transport, route.kind)
-    return start(grad, stage.receive_counts, stage.send_counts)
+    counts = stage.receive_counts, stage.send_counts
+    return transport.start_all_to_all(grad, *counts, None, route.is_direct)
 
 
 def add_home(total: Tensor, route: StagedRoute, arrived: list[Tensor]) -> None:
@@ -130,7 +135,3 @@ def add_home(total: Tensor, route: StagedRoute, arrived: list[Tensor]) -> None:
     flat = total.flatten(1)  # index_add_ is ten times faster on two dimensions than on three
     for stage, rows in zip(route.stages, arrived, strict=False):
         flat.index_add_(0, stage.send_index, rows.flatten(1).to(flat.dtype))
-
-
-def _starter(transport: Transport, kind: str):
-    return transport.start_point_to_point if kind == "halo" else transport.start_all_to_all

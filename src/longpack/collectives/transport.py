@@ -44,16 +44,17 @@ class Transport(Protocol):
         return self.start_all_gather(x).wait()
 
     def all_to_all(
-        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+        self,
+        x: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        direct: bool = False,
     ) -> torch.Tensor:
-        """Send `send_counts[r]` consecutive rows to each rank r; return arrivals in rank order."""
-        return self.start_all_to_all(x, send_counts, receive_counts).wait()
+        """Send `send_counts[r]` consecutive rows to each rank r; return arrivals in rank order.
 
-    def point_to_point(
-        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        """Like `all_to_all`, but only ranks with rows for each other talk."""
-        return self.start_point_to_point(x, send_counts, receive_counts).wait()
+        `direct`: point to point, so that only ranks with rows for each other talk.
+        """
+        return self.start_all_to_all(x, send_counts, receive_counts, None, direct).wait()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Add up `x` of all ranks, in place; return it."""
@@ -69,18 +70,9 @@ class Transport(Protocol):
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         out: torch.Tensor | None = None,
+        direct: bool = False,
     ) -> Pending:
         """Start an `all_to_all`."""
-        ...
-
-    def start_point_to_point(
-        self,
-        x: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        out: torch.Tensor | None = None,
-    ) -> Pending:
-        """Start a `point_to_point`."""
         ...
 
     def start_all_reduce(self, x: torch.Tensor) -> Pending:
