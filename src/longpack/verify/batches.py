@@ -77,11 +77,9 @@ def change_document(batch: Batch, start: int, stop: int) -> Batch:
     rows = whole.flatten(0, 1)
     if key == "inputs_embeds":
         rows[start:stop] = rows[start:stop].flip(-1)
-    else:  # the next of the tokens that occur, so that every id is valid; 0 and 1 always are
+    else:  # the next of the tokens that occur, so that every id is valid
         known = torch.unique(whole)
-        known = (
-            known if len(known) > 1 else torch.unique(torch.cat([known, known.new_tensor([0, 1])]))
-        )
+        known = known if len(known) > 1 else known.new_tensor([0, 1])
         rows[start:stop] = known[(torch.searchsorted(known, rows[start:stop]) + 1) % len(known)]
     return {**batch, key: rows.view_as(whole)}
 

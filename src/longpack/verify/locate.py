@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,21 @@ class Call:
 Trace = dict[tuple[str, int], Call]
 
 
+class Departure(NamedTuple):
+    """Where two runs part.
+
+    Args:
+        path: of the first module whose outputs differ though its inputs are equal; of the first
+            whose outputs differ where there is none.
+        own: there is one.
+        through: a part of it, the first that is given something else; "" where there is none.
+    """
+
+    path: str
+    own: bool
+    through: str = ""
+
+
 def trace_ranks(watched: Sequence[tuple[Watch, Plan]]) -> Trace:
     """Put the ranks' events together, rows in the order of the batch."""
     plan = watched[0][1]
@@ -38,8 +54,8 @@ def trace_alone(watched: Sequence[tuple[Watch, range]], length: int) -> Trace:
 
 def first_departure(
     ours: Trace, theirs: Trace, rows: torch.Tensor, tolerance: float
-) -> tuple[str, bool] | None:
-    """Return the first module whose outputs differ, and whether its inputs were equal.
+) -> Departure | None:
+    """Return where two runs part; None where they do not.
 
     A module whose inputs already differ only passes a difference on, so the first with equal
     inputs is the one that makes it.
@@ -49,15 +65,15 @@ def first_departure(
         rows: bool `[S]`, the rows that should be equal.
         tolerance: largest difference that counts as equal, relative to the largest value.
     """
-    passed_on = None
+    passed_on = ""
     for key, call in ours.items():
         other = theirs.get(key)
         if other is None or not _differ(call.outputs, other.outputs, rows, tolerance):
             continue
         if not _differ(call.inputs, other.inputs, rows, tolerance):
-            return call.path, True
-        passed_on = passed_on or (call.path, False)
-    return passed_on
+            return Departure(call.path, True, passed_on)
+        passed_on = passed_on or call.path
+    return Departure(passed_on, False) if passed_on else None
 
 
 def flipped_decisions(ours: Trace, theirs: Trace, rows: torch.Tensor) -> dict[str, int]:

@@ -73,7 +73,7 @@ def _where(subject: Subject, changed: int) -> str:
     rows = torch.from_numpy(subject.row.doc_ids() > 0)
     rows[start:stop] = False
     found = first_departure(after, before, rows, rounding(subject.settings.dtype))
-    return found[0] if found else "the model"
+    return found.path if found else "the model"
 
 
 def _blind(documents: list[int]) -> Finding:

@@ -7,6 +7,7 @@ import torch
 
 from longpack.verify.budget import Yardstick, half_the_digits
 from longpack.verify.locate import (
+    Departure,
     Trace,
     explain,
     first_departure,
@@ -80,10 +81,12 @@ def _traces(subject: Subject) -> tuple[Trace, Trace, torch.Tensor]:
 def _parted(
     subject: Subject, over: Mapping[str, float], budget: Mapping[str, float], on_one: bool
 ) -> Finding:
-    path, own = _where(subject, over)
+    path, own, through = _where(subject, over)
     worst = max(over, key=lambda name: over[name] / budget[name])
     packs = "already the packed row on one rank is" if on_one else "one rank is right"
     reason = explain(subject, path) if own else "what the model is given differs already"
+    if through and not reason:
+        reason = f"it gives {through} something else for a packed row or shard, as local positions"
     return Finding(
         kind="parity",
         where=path,
@@ -100,11 +103,11 @@ def _parted(
     )
 
 
-def _where(subject: Subject, over: Mapping[str, float]) -> tuple[str, bool]:
+def _where(subject: Subject, over: Mapping[str, float]) -> Departure:
     """Name the first module that departs in the forward; else the worst gradient."""
     if "logits" in over:
         found = first_departure(*_traces(subject), half_the_digits(subject.settings.dtype))
         if found is not None:
             return found
     worst = max(over, key=lambda name: over[name])
-    return worst.rpartition(".")[0] or worst, True
+    return Departure(worst.rpartition(".")[0] or worst, own=True)

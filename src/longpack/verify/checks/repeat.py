@@ -19,7 +19,7 @@ def check(subject: Subject) -> CheckResult:
     once, again = (trace_ranks(watch_ranks(subject, tensors=True)) for _ in range(2))
     rows = torch.from_numpy(subject.row.doc_ids() > 0)
     found = first_departure(once, again, rows, rounding(subject.settings.dtype))
-    path = found[0] if found else "the model"
+    path = found.path if found else "the model"
     finding = Finding(
         kind="repeat",
         where=path,
