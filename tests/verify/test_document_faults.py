@@ -189,7 +189,9 @@ class CountsItself(Patient):
 
 def test_positions_counted_by_the_model():
     report = verify_model(CountsItself(), lengths_batch(5, 3))
-    assert found(report, "parity", "^CountsItself$", "gives positions something else") == ["parity"]
+    assert found(
+        report, "parity", "^CountsItself$", "hands something else to positions for a packed row"
+    ) == ["parity"]
 
 
 def test_positions_in_local_order():

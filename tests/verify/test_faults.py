@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from tests.verify.patients import (
     HIDDEN,
+    Attention,
+    Block,
     Convolves,
     Counts,
     KeepsCache,
@@ -29,7 +31,7 @@ from transformers import (
 )
 
 from longpack import PackedRow, cp_blockdiag_sdpa, shard_batch
-from longpack.loss import IGNORE, cross_entropy
+from longpack.loss import IGNORE
 from longpack.verify import load_model, verify_model
 from longpack.verify.batches import random_batch
 from longpack.verify.subject import call_model
@@ -118,11 +120,22 @@ def test_routes_tipped_by_rounding_are_no_finding(model_type, seed):
     assert report.good, [str(finding) for finding in report.findings]
 
 
+GPT_OSS = tiny("gpt_oss", num_local_experts=4, head_dim=16)
+
+
 def test_gpt_oss_gives_a_true_finding():
-    report = verify_model(tiny("gpt_oss", num_local_experts=4, head_dim=16))
+    report = verify_model(GPT_OSS)
     found(report, "coverage", r"model\.layers\.0\.self_attn", "attention sinks")
     kinds = found(report, "argument", text=r"s_aux of shape \(4,\)")
     assert kinds.count("argument") == 1
+
+
+def test_stock_gpt_oss_loses_its_packed_mask():
+    model = load_model(GPT_OSS).model
+    model.set_attn_implementation("eager")
+    report = verify_model(model, world_size=1, only=["coverage", "boundary"])
+    found(report, "coverage", r"model\.layers\.0\.self_attn", "set_attn_implementation")
+    found(report, "boundary", r"^model\.layers\.0\.self_attn$", "eager masks documents by")
 
 
 # --- attention that is not context parallel --------------------------------------------------
@@ -167,17 +180,28 @@ def test_a_cache_makes_the_model_forget_its_document_mask():
     found(report, "boundary", r"^model\.layers\.0\.self_attn$", "use_cache")
 
 
-def test_a_sliding_window_that_is_dropped():
-    def attention(module, query, key, value, attention_mask, scaling=None, cp_step=None, **_):
-        out = cp_blockdiag_sdpa(query, key, value, scale=scaling, enable_gqa=True, step=cp_step)
-        return out.transpose(1, 2), None
+def drops_the_rest(module, query, key, value, mask, scaling=None, cp_step=None, **dropped):
+    """An integration that passes on what it knows, and swallows what it does not."""
+    out = cp_blockdiag_sdpa(query, key, value, scale=scaling, enable_gqa=True, step=cp_step)
+    return out.transpose(1, 2), None
 
-    AttentionInterface.register("drops_window", attention)
-    AttentionMaskInterface.register("drops_window", lambda **_: None)
-    model = load_model(tiny("mistral", sliding_window=8)).model
-    model.set_attn_implementation("drops_window")
-    report = verify_model(model)
-    found(report, "parity", r"^model\.layers\.0\.self_attn$", "sliding_window of 8 tokens")
+
+@pytest.mark.parametrize(
+    ("config", "kind", "said"),
+    [
+        (tiny("mistral", sliding_window=8), "parity", "sliding_window of 8 tokens"),
+        (GPT_OSS, "parity", "attention sinks"),
+        (tiny("gemma2", head_dim=16), "coverage", "softcap"),
+        (tiny("llama", attention_dropout=0.1), "coverage", "attention_dropout"),
+    ],
+    ids=["window", "sinks", "softcap", "dropout"],
+)
+def test_an_argument_that_is_swallowed(config, kind, said):
+    AttentionInterface.register("drops_the_rest", drops_the_rest)
+    AttentionMaskInterface.register("drops_the_rest", lambda **_: None)
+    model = load_model(config).model
+    model.set_attn_implementation("drops_the_rest")
+    found(verify_model(model), kind, r"^model\.layers\.0\.self_attn", said)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +216,58 @@ def test_an_argument_that_is_refused(config, text):
     report = verify_model(config)
     assert {"argument", "coverage"} & {f.kind for f in report.findings}
     assert any(re.search(text, f"{f.fact} {f.cause}") for f in report.findings)
+
+
+class Masks(Attention):
+    """Asks for another mask than the step's."""
+
+    def __init__(self, asked):
+        super().__init__()
+        self.asked = asked
+
+    def attend(self, query, key, value, step):
+        return cp_blockdiag_sdpa(query, key, value, step=step, **self.asked)
+
+
+@pytest.mark.parametrize("asked", [{"is_causal": False}, {"attn_mask": torch.ones(68, 68)}])
+def test_a_mask_beside_the_step(asked):
+    report = verify_model(patient(attention=Masks(asked)))
+    found(report, "argument", r"^blocks\.1\.attention of rank 0$", "the step masks: causal inside")
+
+
+def test_a_kernel_that_cannot_run_here():
+    report = verify_model(Patient(), attn_backend="te")
+    assert found(report, "argument", r"^blocks\.0\.attention of", "not installed") == ["argument"]
+
+
+class OwnShare(Attention):
+    """Right in the forward; in backward K and V get what this rank's queries give, no more."""
+
+    def attend(self, query, key, value, step):
+        out = super().attend(query, key, value, step)
+        if step.world_size == 1:
+            return out
+        alone = super().attend(query.detach(), key, value, step)
+        return out + (alone - alone.detach()) / step.world_size
+
+
+def test_gradients_of_attention_that_differ_from_one_rank():
+    report = verify_model(patient(attention=OwnShare()))
+    found(report, "parity", r"^blocks\.", "one rank is right")
+    assert report.result("boundary").findings == ()
+
+
+class KeepsHalf(Attention):
+    """Keeps what the pieces of K and V give in bf16, where there is more than one."""
+
+    def attend(self, query, key, value, step):
+        out = super().attend(query, key, value, step)
+        return out.bfloat16().to(out.dtype) if step.world_size > 1 else out
+
+
+def test_partial_outputs_kept_in_bf16():
+    report = verify_model(patient(attention=KeepsHalf()))
+    found(report, "parity", r"^blocks\.1\.attention$", "one rank is right")
 
 
 # --- documents, positions, other layers that mix rows ----------------------------------------
@@ -289,104 +365,6 @@ def test_dropout_layers_are_set_to_zero_and_said():
     assert report.notes == ("1 dropout layers set to 0",)
 
 
-# --- loss ------------------------------------------------------------------------------------
-
-
-def own_mean(logits, labels, shift_labels, count):
-    return F.cross_entropy(logits[0], shift_labels[0], ignore_index=IGNORE)
-
-
-def shifted_after_the_split(logits, labels, shift_labels, count):
-    return cross_entropy(logits[:, :-1], labels[:, 1:], count)
-
-
-def summed(logits, labels, shift_labels, count):
-    return cross_entropy(logits, shift_labels, 1)
-
-
-def wrong_gradient(logits, labels, shift_labels, count):
-    right = cross_entropy(logits, shift_labels, count)
-    return right.detach() + 2 * (right - right.detach())
-
-
-def label_smoothing(logits, labels, shift_labels, count):
-    total = F.cross_entropy(
-        logits[0], shift_labels[0], ignore_index=IGNORE, label_smoothing=0.1, reduction="sum"
-    )
-    return total / count
-
-
-@pytest.mark.parametrize(
-    ("loss", "text"),
-    [
-        (own_mean, r"divides by its own number of targets\."),
-        (shifted_after_the_split, "shifted twice"),
-        (summed, "the sum is not divided"),
-        (wrong_gradient, "gradient in the logits is 1"),
-        (label_smoothing, "no cross-entropy of the logits that the doctor knows"),
-    ],
-)
-def test_a_wrong_loss(loss, text):
-    class Wrong(Patient):
-        def loss(self, logits, shift_labels, num_items_in_batch, labels):
-            return loss(logits, labels, shift_labels, num_items_in_batch)
-
-    report = verify_model(Wrong())
-    assert found(report, "loss", text=text) == ["loss"]
-
-
-def test_labels_shifted_after_the_split():
-    """What a stock model does with labels that were split and not shifted."""
-
-    def forward(model, share):
-        labels = share.inputs["input_ids"]
-        inputs = {**share.inputs, "labels": labels}
-        del inputs["shift_labels"]
-        return model(**inputs)
-
-    batch = dict(random_batch(128))
-    batch["labels"] = batch["input_ids"]
-    report = verify_model(load_model(tiny("llama")).model, batch, forward=forward)
-    found(report, "loss", text="labels are shifted after the split")
-
-
-def test_targets_that_cross_documents():
-    def shard(batch, transport):
-        after = batch["labels"].roll(-1, 1)
-        after[:, -1] = IGNORE
-        whole = {k: v for k, v in batch.items() if k != "labels"}
-        return shard_batch({**whole, "shift_labels": after}, transport, check_agreement=False)
-
-    report = verify_model(Patient(), shard=shard)
-    found(report, "loss", text="targets cross from one document into the next")
-
-
-def test_targets_counted_over_too_many_ranks():
-    def shard(batch, transport):
-        share = shard_batch(batch, transport, check_agreement=False)
-        share.inputs["num_items_in_batch"] *= transport.world_size
-        return share
-
-    report = verify_model(Patient(), shard=shard)
-    found(report, "loss", text="averaged over ranks that already divided")
-
-
-def test_a_rank_without_a_target():
-    class Own(Patient):
-        def loss(self, logits, shift_labels, num_items_in_batch, labels):
-            return own_mean(logits, labels, shift_labels, 1) / 2  # right if ranks held equally many
-
-    row = PackedRow.from_lengths([64, 64])
-    batch = dict(random_batch(64))
-    for key, value in batch.items():
-        batch[key] = value[:, :1].expand(1, 128).clone()
-    batch["input_ids"] = torch.arange(128)[None] % 60 + 1
-    batch["labels"] = batch["input_ids"]
-    batch["doc_ids"] = torch.from_numpy(row.doc_ids())[None]
-    report = verify_model(Own(), batch)
-    found(report, "loss", text="targets on rank 0 alone.*number of ranks")
-
-
 # --- recompute -------------------------------------------------------------------------------
 
 
@@ -435,6 +413,12 @@ def test_ranks_that_hold_other_tokens_in_the_same_documents():
     found(report, "agreement", r"batch\['input_ids'\] of rank 1", "other values")
 
 
+def padded_batch(tokens, padding):
+    doc_ids = torch.from_numpy(PackedRow.from_lengths([tokens], padding).doc_ids())[None]
+    ids = torch.arange(1, doc_ids.shape[1] + 1)[None] * doc_ids
+    return {"input_ids": ids, "labels": ids.where(doc_ids > 0, IGNORE), "doc_ids": doc_ids}
+
+
 @pytest.mark.parametrize(
     ("world_size", "kind", "where", "text"),
     [
@@ -450,12 +434,54 @@ def test_ranks_that_hold_other_tokens_in_the_same_documents():
 def test_a_rank_of_padding_that_skips_a_layer(world_size, kind, where, text):
     model = Patient()
     model.blocks[1] = SkipsOnPadding()
-    row = PackedRow.from_lengths([20], padding={2: 20, 3: 10}[world_size])
-    doc_ids = torch.from_numpy(row.doc_ids())[None]
-    ids = torch.arange(1, doc_ids.shape[1] + 1)[None] * doc_ids
-    batch = {"input_ids": ids, "labels": ids.where(doc_ids > 0, IGNORE), "doc_ids": doc_ids}
+    batch = padded_batch(20, {2: 20, 3: 10}[world_size])
     report = verify_model(model, batch, world_size=world_size, timeout_s=2.0)
     assert found(report, kind, where, text) == [kind]
+
+
+class DetachesOnPadding(Block):
+    """A rank that holds padding only takes no part in backward."""
+
+    def forward(self, x, step=None):
+        out = super().forward(x, step)
+        return out if step.plan.tokens[step.rank] else x + (out - x).detach()
+
+
+def test_a_rank_of_padding_that_skips_a_backward():
+    model = Patient()
+    model.blocks[1] = DetachesOnPadding()
+    report = verify_model(model, padded_batch(20, 10), world_size=3, timeout_s=2.0)
+    said = "rank 0 all_to_all, rank 1 all_to_all, rank 2 all_gather"
+    assert found(report, "hang", "rank", said) == ["hang"]
+
+
+class OddHeads(Attention):
+    """Passes fewer heads on one rank."""
+
+    def attend(self, query, key, value, step):
+        if step.rank == 1:
+            key, value = key[:, :1].repeat(1, 3, 1, 1), value[:, :1].repeat(1, 3, 1, 1)
+        return super().attend(query, key, value, step)
+
+
+def test_a_bad_head_count_on_one_rank():
+    report = verify_model(patient(attention=OddHeads()))
+    said = "3 K/V heads do not divide 2"
+    assert found(report, "step", r"^blocks\.1\.attention of rank 1$", said) == ["step"]
+
+
+class OtherOrder(Patient):
+    """Rank 1 goes through its blocks in reverse."""
+
+    def run_blocks(self, x, step):
+        for block in self.blocks if step.rank == 0 else reversed(self.blocks):
+            x = block(x, step)
+        return x
+
+
+def test_ranks_that_attend_in_different_orders():
+    report = verify_model(OtherOrder())
+    found(report, "coverage", "^rank 1$", r"another order than rank 0: blocks\.1\.attention, bl")
 
 
 def test_an_exception_on_one_rank_is_one_finding():

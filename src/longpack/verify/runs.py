@@ -1,10 +1,12 @@
 """Run copies of the model: on all ranks, on one, and document by document."""
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint as checkpointing
 
 from longpack.blockdiag_cp import ShardedBatch
 from longpack.collectives import Loopback, Transport, collect_votes
@@ -34,6 +36,7 @@ KINDS = {
     AgreementError: "agreement",
     CollectiveError: "hang",
     ReplayError: "recompute",
+    checkpointing.CheckpointError: "recompute",
 }
 
 
@@ -46,6 +49,12 @@ _WHY = {
     "agreement": (
         "the data loader gives the ranks of one cp axis different rows",
         "seed and shard the loader by the dp rank alone, not by the global rank",
+    ),
+    "recompute": (
+        "the recompute of a checkpoint does not do what its forward did: it reads state that is "
+        "another by then (a step, a cache, what a first call builds), or decides anew",
+        "pass the step as an argument, build state before the forward, and make decisions with "
+        "RecomputeReplay.decide",
     ),
 }
 _WHY_OURS = {
@@ -65,15 +74,22 @@ class RunFailedError(Exception):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
-        kind = next((k for cls, k in KINDS.items() if isinstance(error, cls)), "raised")
+        kind = next((k for cls, k in KINDS.items() if isinstance(error, cls)), None)
+        kind = kind or ("recompute" if _came_from_recompute(error) else "raised")
         cause, remedy = _WHY.get(kind) or _WHY_OURS[isinstance(error, LongpackError)]
         self.finding = Finding(
             kind=kind,
             where=" of ".join(filter(None, getattr(error, "__notes__", ()))) or "the model",
-            fact=f"{type(error).__name__}: {error}".removesuffix("."),
+            fact=f"{type(error).__name__}: {error}".partition("\n\nTip:")[0].rstrip(".\n"),
             cause=cause,
             remedy=remedy,
         )
+
+
+def _came_from_recompute(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [f.name for f in frames if f.filename == checkpointing.__file__]
+    return bool({"unpack_hook", "backward"} & set(inside))
 
 
 @dataclass
@@ -204,6 +220,7 @@ def run_alone(subject: Subject, dtype: torch.dtype) -> Ran:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a patient may raise anything
+        error.add_note("documents that run one by one")
         raise RunFailedError(error) from error
     vocab = next(iter(pieces.values())).shape[-1]
     whole = next(iter(pieces.values())).new_zeros((subject.row.length, vocab))

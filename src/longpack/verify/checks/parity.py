@@ -83,21 +83,16 @@ def _parted(
 ) -> Finding:
     path, own, through = _where(subject, over)
     worst = max(over, key=lambda name: over[name] / budget[name])
-    packs = "already the packed row on one rank is" if on_one else "one rank is right"
+    packs = "already the packed row on one rank is off" if on_one else "one rank is right"
+    apart = "for a packed row than for its documents alone" if on_one else "where rows are split"
+    does = f"hands something else to {through}" if through else "computes something else"
     reason = explain(subject, path) if own else "what the model is given differs already"
-    if through and not reason:
-        reason = f"it gives {through} something else for a packed row or shard, as local positions"
     return Finding(
         kind="parity",
         where=path,
         fact=f"{len(over)} of {len(budget)} quantities are off, most {worst} by {over[worst]:.2g} "
-        f"where {budget[worst]:.2g} is allowed; {packs}{' off' if on_one else ''}",
-        cause=reason
-        or (
-            "this module computes something else for a packed row than for its documents alone"
-            if on_one
-            else "this module computes something else when its rows are split over ranks"
-        ),
+        f"where {budget[worst]:.2g} is allowed; {packs}",
+        cause=reason or f"this module {does} {apart}",
         remedy="the module is the first whose output differs though its input is equal: compare "
         "what it does with rows of several documents or of another rank",
     )
