@@ -61,7 +61,8 @@ def verify_model(
         device: where the model's copies run. Ranks that are threads need the CPU: backward of all
             of them would share one thread of a GPU, and wait for itself.
         only: names of the checks to run; all by default.
-        timeout_s: how long ranks wait for each other before that is a finding.
+        timeout_s: how long ranks that are threads wait for each other before that is a finding;
+            processes wait as long as their group's timeout.
         tell: called with the name of each check before it runs.
 
     Returns:
@@ -77,7 +78,9 @@ def verify_model(
         _accept("only", name, tuple(CHECKS))
     loaded = load_model(model, dtype)
     ranks: Ranks = (
-        Loopback(world_size, timeout_s) if cp_mesh is None else JoinedRanks(as_transport(cp_mesh))
+        Loopback(world_size, timeout_s)
+        if cp_mesh is None
+        else JoinedRanks(as_transport(cp_mesh), torch.device(device))
     )
     knobs = state.cp_varlen_runtime_config()
     settings = Settings(
@@ -110,7 +113,8 @@ def _run(
     for name, check in checks.items():
         tell(name)
         apart = {found.kind for r in results for found in r.findings} & {"agreement", "hang"}
-        if apart:  # the next run would wait for ranks that do not come
+        parted = isinstance(subject.ranks, JoinedRanks) and subject.ranks.parted
+        if apart or parted:  # the next run would wait for ranks that do not come
             result = CheckResult("not run: ranks do not do the same", ran=False)
         else:
             try:

@@ -98,9 +98,13 @@ class JoinedRanks:
 
     Args:
         transport: this rank's end of the cp axis.
+        device: of the model's copies.
+        parted: ranks no longer meet, so that nothing more can run.
     """
 
     transport: Transport
+    device: torch.device
+    parted: bool = False
     world_size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,14 +120,17 @@ class JoinedRanks:
         value: Any = None
         try:
             value = body(self.transport)
-        except CollectiveError:  # ranks no longer meet, and would not meet in a vote
+        except CollectiveError:  # ranks would not meet in a vote either
+            self.parted = True
             raise
         except BaseException as raised:  # noqa: BLE001 -- told to the others, then raised again
             error = raised
             self.transport.enter(f"after {type(raised).__name__}: {raised}")  # for who waits here
         try:
+            self._meet()
             votes = collect_votes(self.transport, value, None if error is None else repr(error))
         except CollectiveError as late:
+            self.parted = True
             raise error or late from None
         if error is not None:
             raise error
@@ -131,6 +138,14 @@ class JoinedRanks:
         if failed:
             raise CollectiveError("; ".join(failed))
         return [vote.value for vote in votes]  # pyright: ignore[reportReturnType]
+
+    def _meet(self) -> None:
+        """Wait for the others in an operation that no attention makes.
+
+        Where this rank has raised, another may wait in an exchange. Gloo ends the process of who
+        answers that with rows of another size, and lets wait who answers with another operation.
+        """
+        self.transport.all_reduce(torch.zeros(1, device=self.device))
 
 
 @dataclass(frozen=True, eq=False)
