@@ -31,13 +31,15 @@ class Strike:
 
 
 class Struck(Block):
-    def __init__(self, strike):
+    def __init__(self, strike, after):
         super().__init__()
-        self.strike = strike
+        self.strike, self.after = strike, after
 
     def forward(self, x, step=None):
+        if self.after:
+            x = super().forward(x, step)
         self.strike(step.rank)
-        return super().forward(x, step)
+        return x if self.after else super().forward(x, step)
 
 
 def stop(woken):
@@ -53,14 +55,14 @@ def fail(woken):
     raise ArithmeticError("planted")
 
 
-def check_struck(rank, world_size, happen, woken):
+def check_struck(rank, world_size, happen, woken, after=False):
     """Return what a rank's doctor finds; rank 0 then wakes rank 1."""
     processes = [None] * world_size
     dist.all_gather_object(processes, os.getpid())
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     group = dist.new_group([0, 1], timeout=timeout, group_desc="mesh_cp")
     model = Patient()
-    model.blocks[1] = Struck(Strike(happen, woken))
+    model.blocks[1] = Struck(Strike(happen, woken), after)
     report = verify_model(model, cp_mesh=group)
     if rank == 0:
         woken.touch()
@@ -83,3 +85,13 @@ def test_the_other_rank_ends_with_the_story(on_ranks, tmp_path, happen, story, o
     assert found(theirs, own, r"^blocks\.1(\.attention)? of rank 1$") == [own]
     for report in (ours, theirs):
         assert [r.name for r in report.results if r.ran] == ["agreement", "inputs"]
+
+
+def test_an_error_on_one_rank_that_no_other_waits_for_is_the_same_finding_on_all(
+    on_ranks, tmp_path
+):
+    reports = on_ranks(check_struck, fail, tmp_path / "woken", True, world_size=2)
+    for report in reports:
+        said = "ArithmeticError: planted"
+        assert found(report, "raised", r"^blocks\.1 of rank 1$", said) == ["raised"]
+        assert [r.name for r in report.results if not r.ran] == ["coverage"]

@@ -33,7 +33,7 @@ def draw_boundaries(moved: Sequence[Sequence[float]], limit: float, lengths: Seq
             for e in range(number):
                 color = "white" if kinds[d][e] > 1 else "black"
                 axes.text(e, d, _short(moved[d][e]), ha="center", va="center", color=color, size=8)
-    names = [f"{i}  ({length} tokens)" for i, length in enumerate(lengths)]
+    names = [f"{i}  ({n} token{'s' * (n != 1)})" for i, n in enumerate(lengths)]
     axes.set_xticks(range(number), names, rotation=45, ha="right")
     axes.set_yticks(range(number), names)
     axes.set_xlabel("document whose logits are compared")

@@ -70,20 +70,28 @@ _WHY_OURS = {
 
 
 class RunFailedError(Exception):
-    """The model raised; `finding` says what."""
+    """The model raised.
 
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
-        kind = next((k for cls, k in KINDS.items() if isinstance(error, cls)), None)
-        kind = kind or ("recompute" if _came_from_recompute(error) else "raised")
-        cause, remedy = _WHY.get(kind) or _WHY_OURS[isinstance(error, LongpackError)]
-        self.finding = Finding(
-            kind=kind,
-            where=" of ".join(filter(None, getattr(error, "__notes__", ()))) or "the model",
-            fact=f"{type(error).__name__}: {error}".partition("\n\nTip:")[0].rstrip(".\n"),
-            cause=cause,
-            remedy=remedy,
-        )
+    Args:
+        finding: says what.
+    """
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
+
+
+def _describe(error: BaseException) -> Finding:
+    kind = next((k for cls, k in KINDS.items() if isinstance(error, cls)), None)
+    kind = kind or ("recompute" if _came_from_recompute(error) else "raised")
+    cause, remedy = _WHY.get(kind) or _WHY_OURS[isinstance(error, LongpackError)]
+    return Finding(
+        kind=kind,
+        where=" of ".join(filter(None, getattr(error, "__notes__", ()))) or "the model",
+        fact=f"{type(error).__name__}: {error}".partition("\n\nTip:")[0].rstrip(".\n"),
+        cause=cause,
+        remedy=remedy,
+    )
 
 
 def _came_from_recompute(error: BaseException) -> bool:
@@ -114,17 +122,15 @@ class JoinedRanks:
         """Call `body` here, as every rank does, and return all ranks' values.
 
         Raises:
-            CollectiveError: another rank raised, or does not come; here, whatever `body` raised.
+            RunFailedError: `body` raised on some rank; the same on every rank.
+            CollectiveError: another rank does not come; here, whatever `body` raised.
         """
         error: BaseException | None = None
         value: Any = None
         try:
             value = body(self.transport)
-        except CollectiveError:  # ranks would not meet in a vote either
-            self.parted = True
-            raise
         except BaseException as raised:  # noqa: BLE001 -- told to the others, then raised again
-            error = raised
+            error, value = raised, _describe(raised)
             self.transport.enter(f"after {type(raised).__name__}: {raised}")  # for who waits here
         try:
             self._meet()
@@ -132,11 +138,9 @@ class JoinedRanks:
         except CollectiveError as late:
             self.parted = True
             raise error or late from None
-        if error is not None:
-            raise error
-        failed = [f"rank {r}: {v.failure}" for r, v in enumerate(votes) if v.failure is not None]
-        if failed:
-            raise CollectiveError("; ".join(failed))
+        found: list[Any] = [vote.value for vote in votes if vote.failure is not None]
+        if found:  # a rank that only waited for a failed one says less than the failed one
+            raise RunFailedError(next((f for f in found if f.kind != "hang"), found[0])) from error
         return [vote.value for vote in votes]  # pyright: ignore[reportReturnType]
 
     def _meet(self) -> None:
@@ -196,10 +200,10 @@ def on_ranks(
     try:
         with ranks_apart():
             return ranks.run(noted)
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, RunFailedError):
         raise
     except BaseException as error:  # a patient may raise anything
-        raise RunFailedError(error) from error
+        raise RunFailedError(_describe(error)) from error
 
 
 def run_packed(subject: Subject, world_size: int | None = None) -> Ran:
@@ -236,7 +240,7 @@ def run_alone(subject: Subject, dtype: torch.dtype) -> Ran:
         raise
     except BaseException as error:  # a patient may raise anything
         error.add_note("documents that run one by one")
-        raise RunFailedError(error) from error
+        raise RunFailedError(_describe(error)) from error
     vocab = next(iter(pieces.values())).shape[-1]
     whole = next(iter(pieces.values())).new_zeros((subject.row.length, vocab))
     for start, piece in pieces.items():

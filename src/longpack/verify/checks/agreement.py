@@ -48,7 +48,7 @@ def check(subject: Subject) -> CheckResult:
         for key, digest in tensors.items()
         if digest != found[0][1].get(key)
     )
-    said = f"{len(digests)} ranks, plan {digests[0]} on each"
+    said = f"{len(digests)} ranks make the same plan, of digest {digests[0]}"
     return CheckResult(said, findings, {"digests": digests})
 
 

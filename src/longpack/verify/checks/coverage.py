@@ -24,8 +24,9 @@ def check(subject: Subject) -> CheckResult:
     if not calls and not findings:
         findings.append(_nothing_ran())
     said = (
-        f"{len(calls)} layers made {sum(calls.values())} attention calls a rank and forward with "
-        f"{', '.join(kernels) or 'no kernel'}, K/V by {plan.kv_exchange} ({plan.exchange_reason})"
+        f"in one forward of a rank {len(calls)} of its modules attended under the step, "
+        f"{sum(calls.values())} times in all, with {', '.join(kernels) or 'no kernel'}; K/V moves "
+        f"by {plan.kv_exchange} ({plan.exchange_reason})"
     )
     data = {"calls": dict(calls), "kernels": kernels, "exchange": plan.kv_exchange, "stock": stock}
     return CheckResult(said, tuple(findings), data)
@@ -67,7 +68,7 @@ def _left_out(subject: Subject, stock: list[str]) -> list[Finding]:
         Finding(
             kind="coverage",
             where=", ".join(left),
-            fact=f"{len(left)} modules attend with torch's own attention, to local rows only",
+            fact="these modules attend with torch's own attention, to local rows only",
             cause="they do not call cp_blockdiag_sdpa, or have no step when they do",
             remedy="call longpack.cp_blockdiag_sdpa(query, key, value, step=cp_step) there",
         )

@@ -55,8 +55,8 @@ def check(subject: Subject) -> CheckResult:
     empty = sum(r.targets == 0 for r in sparse)
     said = (
         f"losses of {len(whole)} ranks add up to {total:.6f}, the mean over "
-        f"{sum(r.targets for r in whole)} targets is {right:.6f}; {empty} ranks without a target "
-        "were tried"
+        f"{sum(r.targets for r in whole)} targets is {right:.6f}; with targets on rank 0 "
+        f"alone, {empty} of the ranks had none"
     )
     data = {
         "ranks": [{"loss": r.loss, "right": r.right, "targets": r.targets} for r in whole],

@@ -34,7 +34,7 @@ def check(subject: Subject) -> CheckResult:
     said = (
         f"logits are {many['logits']:.2g} from documents one by one on {world} ranks, "
         f"{one['logits']:.2g} on one, {budget['logits']:.2g} allowed; of {len(many) - 1} gradients "
-        f"the worst, {worst}, is at {many[worst] / budget[worst]:.2g} of its budget "
+        f"the worst, {worst}, is off by {many[worst] / budget[worst]:.2g} times what is allowed "
         f"({yardstick.said})"
     )
     data = {
@@ -90,8 +90,8 @@ def _parted(
     return Finding(
         kind="parity",
         where=path,
-        fact=f"{len(over)} of {len(budget)} quantities are off, most {worst} by {over[worst]:.2g} "
-        f"where {budget[worst]:.2g} is allowed; {packs}",
+        fact=f"of the logits and {len(budget) - 1} gradients {len(over)} differ from documents one "
+        f"by one, most {worst} by {over[worst]:.2g} where {budget[worst]:.2g} is allowed; {packs}",
         cause=reason or f"this module {does} {apart}",
         remedy="the module is the first whose output differs though its input is equal: compare "
         "what it does with rows of several documents or of another rank",

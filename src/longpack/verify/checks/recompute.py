@@ -68,12 +68,16 @@ def check(subject: Subject) -> CheckResult:
     findings = [_changed(off[0], errors[off[0]], limit)] if off else []
     findings += [*_counted(found[0].numbers, plain[0].numbers, limit), *_held(plain[0].graphs)]
     said = (
-        f"two microbatches interleaved, {recomputed} attention calls recomputed a rank: gradients "
-        f"differ from those without by {largest:.2g}, {limit:.2g} allowed; "
-        f"{sum(r.checked for r in reports.values())} decisions of {len(channels)} channels were "
-        f"replayed, {sum(len(r.drifts) for r in reports.values())} of which would have come out "
-        "differently"
+        f"forward A, forward B, backward A, backward B recomputed {recomputed} attention calls a "
+        f"rank: gradients differ from those without checkpointing by {largest:.2g}, {limit:.2g} "
+        "allowed"
     )
+    if channels:
+        said += (
+            f"; {sum(r.checked for r in reports.values())} decisions of {len(channels)} channels "
+            f"were replayed, {sum(len(r.drifts) for r in reports.values())} of which would have "
+            "come out differently"
+        )
     replayed = {name: str(report) for name, report in reports.items()}
     data = {"errors": errors, "recomputed": recomputed, "replayed": replayed}
     return CheckResult(said, tuple(findings), data)
