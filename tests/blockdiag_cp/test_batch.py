@@ -1,5 +1,7 @@
 """shard_batch: what each rank gets, and what it says about a bad batch."""
 
+import threading
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from longpack.blockdiag_cp import state
 from longpack.blockdiag_cp.step import CpStep
 from longpack.collectives import Loopback, as_transport
 from longpack.errors import AgreementError, LongpackError, PackingError, PlanError, StepError
-from longpack.plan import LAYOUTS, CostModel, Machine, plan_step
+from longpack.plan import LAYOUTS, CostModel, Machine, Plan, plan_step
 
 
 def make(lengths=(5, 3), padding=0, **extra):
@@ -196,6 +198,31 @@ def test_one_other_token_is_another_batch(key, steps_before):
             shard(make(), t)
         with pytest.raises(AgreementError, match=f"alike, but {key} of rank 1 and of rank 0"):
             shard(batches[t.rank], t)
+
+    Loopback(2).run(body)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_the_same_documents_split_otherwise_are_told(steps_before, monkeypatch):
+    """Another version of longpack on one rank: all that plans are made of is the same."""
+
+    def body(t):
+        for _ in range(steps_before):
+            shard(make(), t)
+        if t.rank == 1:
+            monkeypatch.setattr(
+                Plan, "digest", property(lambda plan: f"{threading.get_ident():016x}")
+            )
+        with pytest.raises(AgreementError, match="documents are split differently on rank 0 and"):
+            shard(make(), t)
+
+    Loopback(2).run(body)
+
+
+def test_other_stages_on_one_rank_are_told():
+    def body(t):
+        with pytest.raises(AgreementError, match="stages is 1 on rank 0 and 2 on rank 1"):
+            shard(make(), t, stages=1 + t.rank)
 
     Loopback(2).run(body)
 

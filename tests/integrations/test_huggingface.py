@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import longpack.integrations.huggingface as hf
 from longpack import PackedRow, shard_batch
@@ -279,6 +280,36 @@ def test_a_model_that_attends_by_itself_is_named(kind):
     config.is_decoder, config._attn_implementation = True, "longpack"
     module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="longpack")
     assert any("attend by themselves" in fault for fault in hf.find_faults(module))
+
+
+def test_a_layer_that_inherits_and_attends_by_itself_is_named():
+    class OwnAttention(LlamaAttention):
+        def forward(self, hidden_states, **kwargs):
+            return torch.nn.functional.scaled_dot_product_attention(*[hidden_states] * 3), None
+
+    class WrappedAttention(LlamaAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model = make_model("llama")
+    for kind, named in ((OwnAttention, True), (WrappedAttention, False)):
+        model.model.layers[1].self_attn.__class__ = kind
+        assert ("attend by themselves" in " ".join(hf.find_faults(model))) == named
+
+
+def test_blocks_compiled_one_by_one_share_a_graph():
+    """More layers than torch compiles one function for: a graph must be of no layer alone."""
+    torch._dynamo.reset()
+    model = make_model("llama", num_hidden_layers=12)
+    batch = shard_batch(make_batch()).inputs
+    expected = model(**batch).loss
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="eager")
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    torch.testing.assert_close(model(**batch).loss, expected)
+    assert counters["stats"]["unique_graphs"] <= 2
+    torch._dynamo.reset()
 
 
 def test_a_dropout_module_is_read_like_a_number():

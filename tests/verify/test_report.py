@@ -97,16 +97,3 @@ def test_ranks_that_are_processes_give_the_same_report(on_ranks):
     found(report, "coverage", r"^blocks\.1\.attention$")
     threads = verify_model(odd_layer(), kv_exchange="a2a", checkpointing="as_is")
     assert [f.kind for f in threads.findings] == [f.kind for f in report.findings]
-
-
-def test_recomputes_on_autograds_own_thread_are_heard():
-    """A device's backward runs there; a context variable of this thread is unset."""
-    heard = []
-    step = CpStep.make(plan_step(PackedRow.from_lengths([3, 5]), 1), as_transport(None))
-    x = torch.randn(1, 2, 8, 4)
-    with observe_attention(heard.append):
-        cp_blockdiag_sdpa(x, x, x, step=step)
-        with ThreadPoolExecutor(1) as other:
-            other.submit(cp_blockdiag_sdpa, x, x, x, step=step).result()
-    cp_blockdiag_sdpa(x, x, x, step=step)
-    assert heard == ["flash_cpu"] * 2

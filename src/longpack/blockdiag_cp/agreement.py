@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from longpack.plan import Plan
 
 COMPARED = ("input_ids", "labels", "shift_labels")
 
-Summary = tuple[str, str, PackedRow, dict[str, int]]  # layout, exchange, documents, checksums
+
+@dataclass(frozen=True)
+class _Held:
+    """What one rank is about to run, as the others hear of it."""
+
+    options: dict[str, Any]
+    row: PackedRow
+    sums: dict[str, int]
+    digest: str
 
 
 def agree_on_plan(
@@ -22,6 +31,7 @@ def agree_on_plan(
     transport: Transport,
     check: bool | None,
     first: bool,
+    stages: int | None,
 ) -> Plan:
     """Return this rank's plan, having compared it and the tokens with the other ranks' where asked.
 
@@ -29,11 +39,13 @@ def agree_on_plan(
 
     Args:
         make_plan: makes this rank's plan; its errors are told to the other ranks first.
-        batch: that `make_plan` has checked; its tokens and labels on the host are compared too.
+        batch: that `make_plan` has checked; its tokens and labels are compared too, later than
+            the first time only where they are on the host.
         transport: the cp axis.
         check: True to compare now, False not to, None to compare where no device has to wait for
             it, and on the axis's first batch.
         first: this is that batch.
+        stages: as asked for; must be alike too.
 
     Raises:
         AgreementError: on every rank, naming the first difference, or the rank that could not
@@ -44,12 +56,11 @@ def agree_on_plan(
         return make_plan()
     transport.enter("agreement on the batch")
     plan, error = _try(make_plan)
-    sums = {} if plan is None else _checksums(batch)
-    by_digest = not first and transport.moves_host_tensors
-    if by_digest and are_equal(transport, _digest(plan, sums)) and plan is not None:
+    by_digest = not first and check is None
+    held = None if plan is None else _hold(plan, batch, stages, host_only=by_digest)
+    if by_digest and are_equal(transport, _digest(held)) and plan is not None:
         return plan
-    summary = None if plan is None else (plan.layout, plan.kv_exchange, plan.row, sums)
-    votes = collect_votes(transport, summary, None if error is None else str(error))
+    votes = collect_votes(transport, held, None if error is None else str(error))
     if error is not None:
         raise error
     assert plan is not None
@@ -76,36 +87,42 @@ def _try(make_plan: Callable[[], Plan]) -> tuple[Plan | None, ValueError | Longp
         return None, error
 
 
-def _checksums(batch: Mapping[str, Any]) -> dict[str, int]:
-    found = {key: batch.get(key) for key in COMPARED}
-    return {
-        key: zlib.crc32(x.contiguous().numpy().data)
-        for key, x in found.items()
-        if isinstance(x, torch.Tensor) and x.device.type == "cpu"
+def _hold(plan: Plan, batch: Mapping[str, Any], stages: int | None, host_only: bool) -> _Held:
+    tensors = {key: batch[key] for key in COMPARED if isinstance(batch.get(key), torch.Tensor)}
+    sums = {
+        key: zlib.crc32(x.cpu().contiguous().numpy().data)
+        for key, x in tensors.items()
+        if not (x.is_meta or (host_only and x.device.type != "cpu"))
     }
+    options = {"layout": plan.layout, "kv_exchange": plan.kv_exchange, "stages": stages}
+    return _Held(options, plan.row, sums, plan.digest)
 
 
-def _digest(plan: Plan | None, sums: dict[str, int]) -> bytes:
+def _digest(held: _Held | None) -> bytes:
     """Return 12 bytes that say what this rank holds; zeros where it holds nothing."""
-    if plan is None:
+    if held is None:
         return bytes(12)
-    tokens = zlib.crc32(repr(sorted(sums.items())).encode())
-    return bytes.fromhex(plan.digest) + tokens.to_bytes(4, "big")
+    rest = zlib.crc32(repr((sorted(held.options.items()), sorted(held.sums.items()))).encode())
+    return bytes.fromhex(held.digest) + rest.to_bytes(4, "big")
 
 
-def _difference(summaries: list[Summary]) -> str | None:
+def _difference(ranks: list[_Held]) -> str | None:
     """Name the first thing that two ranks hold differently, None where all is the same."""
-    layout, exchange, _, sums = summaries[0]
-    for rank, (their_layout, their_exchange, _, _) in enumerate(summaries):
-        if their_layout != layout:
-            return f"layout is {layout} on rank 0 and {their_layout} on rank {rank}"
-        if their_exchange != exchange:
-            return f"kv_exchange is {exchange} on rank 0 and {their_exchange} on rank {rank}"
-    found = first_difference([row for _, _, row, _ in summaries])
+    base = ranks[0]
+    for rank, theirs in enumerate(ranks):
+        for name, value in base.options.items():
+            if theirs.options[name] != value:
+                return f"{name} is {value} on rank 0 and {theirs.options[name]} on rank {rank}"
+    found = first_difference([held.row for held in ranks])
     if found:
         return f"numbering ranks, {found}"
-    for rank, (*_, theirs) in enumerate(summaries):
-        other = [key for key in sums | theirs if sums.get(key) != theirs.get(key)]
+    for rank, theirs in enumerate(ranks):
+        if theirs.digest != base.digest:
+            return (
+                f"the same documents are split differently on rank 0 and rank {rank}: their "
+                "versions of longpack differ, or the layout is not the same in every call"
+            )
+        other = [k for k in base.sums | theirs.sums if base.sums.get(k) != theirs.sums.get(k)]
         if other:
             names = ", ".join(other)
             return f"documents are alike, but {names} of rank {rank} and of rank 0 are not"

@@ -113,10 +113,10 @@ def shard_batch(
         kv_exchange, attn_backend: this step's choice; the configured one by default.
         text_row: see `PackedRow.from_position_ids`.
         cost_model: what layout `auto` predicts with, the same on every rank.
-        check_agreement: compare plans, and tokens and labels that are on the host, over the ranks
-            before anything else. By default for every batch where the axis moves host tensors
-            (gloo; one exchange of 12 bytes a rank), else for the axis's first; True for this one
-            too, False to skip.
+        check_agreement: compare plans, tokens and labels over the ranks before anything else. By
+            default for every batch where the axis moves host tensors (gloo; one exchange of 12
+            bytes a rank, later than the first without what is on a device), else for the axis's
+            first; True for this one too, False to skip.
         overlap, stages: how the K/V exchange hides behind attention; see `CpStep.make`.
 
     Raises:
@@ -139,7 +139,9 @@ def shard_batch(
         return plan_step(row, transport.world_size, layout, knob, cost_model)
 
     number = count_meeting(transport)  # counted whatever check_agreement says
-    agreed = agree_on_plan(plan, batch, transport, check_agreement, first=number == 1)
+    agreed = agree_on_plan(
+        plan, batch, transport, check_agreement, first=number == 1, stages=stages
+    )
     primary = batch["input_ids" if batch.get("input_ids") is not None else "inputs_embeds"]
     knob = state.normalize_attn_backend(backend)
     step = CpStep.make(

@@ -4,8 +4,8 @@ from longpack.collectives.agreement import Vote, are_equal, collect_votes, count
 from longpack.collectives.axis import as_transport
 from longpack.collectives.delayed import Delayed
 from longpack.collectives.exchange import Route, exchange_rows, gather_rows
-from longpack.collectives.lookout import say_farewell
 from longpack.collectives.loopback import Loopback, LoopbackTransport
+from longpack.collectives.monitor import report_exit
 from longpack.collectives.process_group import ProcessGroupTransport
 from longpack.collectives.staged import (
     Arriving,
@@ -36,7 +36,7 @@ __all__ = [
     "count_meeting",
     "exchange_rows",
     "gather_rows",
-    "say_farewell",
+    "report_exit",
     "start_home",
     "start_rows",
 ]

@@ -1,5 +1,6 @@
 """Ranks that are threads of one process."""
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -8,31 +9,36 @@ from typing import Any, TypeVar
 
 import torch
 
+from longpack.collectives.rank_status import (
+    NoStatus,
+    Operation,
+    RankStatus,
+    explain_failure,
+    find_frames,
+)
 from longpack.collectives.transport import Pending, Transport
-from longpack.collectives.whereabouts import Whereabouts, find_frames, tell_story
 from longpack.errors import CollectiveError, rank_prefix
 
 T = TypeVar("T")
 
 
 @dataclass
-class _Seat:
+class _RankState:
     """One rank at the meeting point: what it brought last, and where it is."""
 
-    operation: int = 0
-    name: str = ""
+    operation: Operation = field(default_factory=Operation)
     value: Any = None
     place: str = ""
     since: float = field(default_factory=time.monotonic)
     thread: int | None = None
     ended: str = ""
 
-    def whereabouts(self, waiting: bool) -> Whereabouts | str:
+    def status(self, is_waiting: bool) -> RankStatus | NoStatus:
         if self.ended:
-            return self.ended
+            return NoStatus(self.ended, is_late=True)
+        awaited = self.operation if is_waiting else None
         since_s = time.monotonic() - self.since
-        frames = find_frames(self.thread)
-        return Whereabouts(self.operation, self.name, self.place, waiting, since_s, frames)
+        return RankStatus(self.operation, awaited, since_s, find_frames(self.thread))
 
 
 class Loopback:
@@ -49,10 +55,10 @@ class Loopback:
     def __init__(self, world_size: int, timeout_s: float = 60.0) -> None:
         self.world_size, self._timeout_s = world_size, timeout_s
         self._changed = threading.Condition()
-        self._sit_down()
+        self._reset()
 
-    def _sit_down(self) -> None:
-        self._seats = [_Seat() for _ in range(self.world_size)]
+    def _reset(self) -> None:
+        self._ranks = [_RankState() for _ in range(self.world_size)]
         self._met: list[tuple[str, Any]] = []
         self._rounds, self._here, self._broken = 0, 0, ""
 
@@ -70,7 +76,7 @@ class Loopback:
         errors: list[BaseException | None] = [None] * self.world_size
 
         def serve(rank: int) -> None:
-            self._seats[rank].thread = threading.get_ident()
+            self._ranks[rank].thread = threading.get_ident()
             why = "has ended: it makes fewer calls than others"
             try:
                 values[rank] = body(self.transport(rank))
@@ -84,7 +90,7 @@ class Loopback:
             thread.start()
         for thread in threads:
             thread.join()
-        self._sit_down()
+        self._reset()
         raised = [e for e in errors if e is not None]
         if raised:  # a rank that only waited for a failed one says less than the failed one
             raise next((e for e in raised if not isinstance(e, CollectiveError)), raised[0])
@@ -92,22 +98,30 @@ class Loopback:
 
     def enter(self, rank: int, place: str) -> None:
         """Say where in the model a rank's next operations belong."""
-        self._seats[rank].place = place
+        self._ranks[rank].place = place
 
     def meet(self, rank: int, name: str, value: Any) -> list[Any]:
-        """Leave a value, wait for every rank, and return all values in rank order."""
-        seat = self._seats[rank]
+        """Leave a value, wait for every rank, and return all values in rank order.
+
+        A value must not change once it is left.
+
+        Raises:
+            CollectiveError: on every rank, where one has ended, comes too late, or calls another
+                operation.
+        """
         with self._changed:
-            seat.operation, seat.name, seat.value = seat.operation + 1, name, value
-            seat.since, seat.thread = time.monotonic(), threading.get_ident()
+            state = self._ranks[rank]
+            state.operation = Operation(state.operation.number + 1, name, state.place)
+            state.value, state.since = value, time.monotonic()
+            state.thread = threading.get_ident()
             self._here += 1
-            if self._here == self.world_size:
-                self._met = [(seat.name, seat.value) for seat in self._seats]
+            if self._here == self.world_size and not self._broken:
+                self._met = [(state.operation.name, state.value) for state in self._ranks]
                 self._rounds, self._here = self._rounds + 1, 0
                 self._changed.notify_all()
             else:
                 self._await_others(rank, self._rounds)
-            met, seat.since = self._met, time.monotonic()
+            met, state.since = self._met, time.monotonic()
         if any(other != name for other, _ in met):
             calls = ", ".join(f"rank {r} {other}" for r, (other, _) in enumerate(met))
             raise CollectiveError(
@@ -124,24 +138,27 @@ class Loopback:
         self._changed.wait_for(is_over, self._timeout_s)
         if self._rounds > round_:
             return
-        late = self._absent() or [r for r, s in enumerate(self._seats) if s.operation <= round_]
-        cause = f"not all came within {self._timeout_s:g} s" if not self._absent() else "it ended"
+        late = [r for r, s in enumerate(self._ranks) if s.ended or s.operation.number <= round_]
+        cause = "it ended" if self._absent() else f"not all came within {self._timeout_s:g} s"
         self._broken = self._broken or cause
         self._changed.notify_all()
-        ranks = [s.whereabouts(waiting=r not in late) for r, s in enumerate(self._seats)]
-        raise tell_story(rank, "cp", ranks, self._broken)
+        statuses = [s.status(is_waiting=r not in late) for r, s in enumerate(self._ranks)]
+        raise explain_failure(rank, "cp", statuses, self._broken)
 
     def _absent(self) -> list[int]:
-        return [rank for rank, seat in enumerate(self._seats) if seat.ended]
+        return [rank for rank, state in enumerate(self._ranks) if state.ended]
 
     def _leave(self, rank: int, why: str) -> None:
         with self._changed:
-            self._seats[rank].ended = why
+            self._ranks[rank].ended = why
             self._changed.notify_all()
 
 
 class LoopbackTransport(Transport):
-    """One rank's end of a `Loopback`."""
+    """One rank's end of a `Loopback`.
+
+    What is sent is copied first: others read it when the sender may already change its rows.
+    """
 
     def __init__(self, meeting: Loopback, rank: int) -> None:
         self._meeting = meeting
@@ -157,7 +174,7 @@ class LoopbackTransport(Transport):
         self._meeting.enter(self.rank, place)
 
     def start_all_gather(self, x: torch.Tensor) -> Pending:
-        rows = self._meeting.meet(self.rank, "all_gather", x)
+        rows = self._meeting.meet(self.rank, "all_gather", x.detach().clone())
         self._check_alike("all_gather", rows)
         return _Arrived(torch.cat(rows))
 
@@ -170,7 +187,7 @@ class LoopbackTransport(Transport):
         direct: bool = False,
     ) -> Pending:
         name = "point_to_point" if direct else "all_to_all"
-        parcels = self._meeting.meet(self.rank, name, x.split(list(send_counts)))
+        parcels = self._meeting.meet(self.rank, name, x.detach().clone().split(list(send_counts)))
         mine = [parcel[self.rank] for parcel in parcels]
         if sum(len(rows) for rows in mine) != sum(receive_counts):
             raise CollectiveError(
@@ -182,13 +199,14 @@ class LoopbackTransport(Transport):
         return _Arrived(torch.cat(mine, out=out))
 
     def start_all_reduce(self, x: torch.Tensor) -> Pending:
-        parts = self._meeting.meet(self.rank, "all_reduce", x.clone())  # others read it later
+        parts = self._meeting.meet(self.rank, "all_reduce", x.detach().clone())
         self._check_alike("all_reduce", parts)
         x.copy_(torch.stack(parts).sum(0))
         return _Arrived(x)
 
     def all_gather_object(self, value: T) -> list[T]:
-        return self._meeting.meet(self.rank, "all_gather_object", value)
+        met = self._meeting.meet(self.rank, "all_gather_object", pickle.dumps(value))
+        return [pickle.loads(value) for value in met]  # each rank its own, as over a group
 
     def _check_alike(self, name: str, parcels: Sequence[torch.Tensor]) -> None:
         kinds = {(tuple(rows.shape[1:]), rows.dtype) for rows in parcels}

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from longpack.collectives.lookout import Lookout, lookout_of
+from longpack.collectives.monitor import Monitor, monitor_of
+from longpack.collectives.rank_status import Operation
 from longpack.collectives.transport import Pending, Transport
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._lookout = group, lookout_of(group)
+        self._group, self._monitor = group, monitor_of(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.moves_host_tensors = any(d.type == "cpu" for d in group._device_types)
@@ -36,7 +37,7 @@ class ProcessGroupTransport(Transport):
         return self._group
 
     def enter(self, place: str) -> None:
-        self._lookout.enter(place)
+        self._monitor.enter(place)
 
     def start_all_gather(self, x: torch.Tensor) -> Pending:
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
@@ -59,6 +60,7 @@ class ProcessGroupTransport(Transport):
         arrivals = x.new_empty((sum(receive_counts), *x.shape[1:])) if out is None else out
         source, sent, received = x.contiguous(), list(send_counts), list(receive_counts)
         if direct:
+            self._meet_all(x.device)
             post = partial(self._post, source, sent, arrivals, received)
             return self._start("point_to_point", source, arrivals, post)
         return self._start(
@@ -79,11 +81,19 @@ class ProcessGroupTransport(Transport):
 
     def all_gather_object(self, value: T) -> list[T]:
         met: list[Any] = [None] * self.world_size
-        self._lookout.begin("all_gather_object", (), None)
-        with self._lookout.waiting():
-            dist.all_gather_object(met, (value, self._lookout.address), group=self._group)
-        self._lookout.meet([address for _, address in met])
+        with self._monitor.waiting(self._monitor.start("all_gather_object")):
+            dist.all_gather_object(met, (value, self._monitor.address), group=self._group)
+        self._monitor.set_peers([address for _, address in met])
         return [value for value, _ in met]
+
+    def _meet_all(self, device: torch.device) -> None:
+        """Have all ranks take part in a group's first operation on a device, as NCCL asks.
+
+        Ranks without rows for each other take no part in a direct exchange, and votes may travel
+        over the host's backend.
+        """
+        if device.type != "cpu" and not self._monitor.has_met(device):
+            self.start_all_gather(torch.zeros(1, device=device)).wait()
 
     def _post(
         self,
@@ -109,10 +119,11 @@ class ProcessGroupTransport(Transport):
         out: torch.Tensor,
         call: Callable[[], Sequence[dist.Work | None]],
     ) -> Pending:
-        self._lookout.begin(name, tuple(source.shape), source.dtype)
-        with self._lookout.waiting():
+        dtype = str(source.dtype).removeprefix("torch.")
+        operation = self._monitor.start(f"{name} of {tuple(source.shape)} {dtype}")
+        with self._monitor.waiting(operation):
             works = call()
-        return _InFlight(works, source, out, self._lookout)
+        return _InFlight(works, source, out, self._monitor, operation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +133,11 @@ class _InFlight:
     works: Sequence[dist.Work | None]
     source: torch.Tensor
     out: torch.Tensor
-    lookout: Lookout
+    monitor: Monitor
+    operation: Operation
 
     def wait(self) -> torch.Tensor:
-        with self.lookout.waiting():
+        with self.monitor.waiting(self.operation):
             for work in self.works:
                 if work is not None:
                     work.wait()

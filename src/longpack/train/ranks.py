@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longpack.collectives import Transport, as_transport, collect_votes, say_farewell
+from longpack.collectives import Transport, as_transport, collect_votes, report_exit
 from longpack.errors import LongpackError, RunError, rank_prefix
 from longpack.train.config import ParallelSection
 
@@ -77,16 +77,16 @@ def join_ranks(parallel: ParallelSection) -> Iterator[Ranks]:
     device = _device(parallel)
     if started:
         _start(world_size, device, datetime.timedelta(seconds=parallel.timeout_s))
-    mesh = init_device_mesh(device.type, (parallel.dp, parallel.cp), mesh_dim_names=("dp", "cp"))
     try:
-        yield Ranks(mesh, device)
+        yield Ranks(_mesh(parallel, device), device)
     except BaseException as error:
         if started:
-            say_farewell(error)
+            report_exit(error)
+            if device.type == "cpu":  # NCCL would wait for peers that do not end theirs
+                dist.destroy_process_group()
         raise
-    finally:
-        if started:
-            dist.destroy_process_group()
+    if started:
+        dist.destroy_process_group()
 
 
 def agree(prepare: Callable[[], T], identity: Callable[[T], str]) -> T:
@@ -146,6 +146,16 @@ def gather(work: Callable[[], T], doing: str) -> list[T]:
 
 def _prefix() -> str:
     return rank_prefix(dist.get_rank(), dist.get_world_size(), "world")
+
+
+def _mesh(parallel: ParallelSection, device: torch.device) -> DeviceMesh:
+    """Return the mesh; groups of its dimensions wait as long for each other as all ranks do."""
+    mesh = init_device_mesh(device.type, (parallel.dp, parallel.cp), mesh_dim_names=("dp", "cp"))
+    timeout = datetime.timedelta(seconds=parallel.timeout_s)
+    for name in ("dp", "cp"):
+        # torch gives them its default, and the argument for it only by a backend's own options
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(name))
+    return mesh
 
 
 def _device(parallel: ParallelSection) -> torch.device:

@@ -82,8 +82,12 @@ def train(
         The summary, the same on every rank but for clocks.
 
     Raises:
-        LongpackError: on every rank, before anything is written: a data file, tokenizer, model
-            or folder that is not usable, or ranks that disagree.
+        RunError: on every rank: before anything is written, a data file, tokenizer, model or
+            folder that is not usable; later, a loss or gradient that is not finite, or a checkpoint
+            that cannot be written. On rank 0 alone, `metrics.jsonl` cannot be written.
+        StepError: on every rank: attention ran more or less often than the model has layers.
+        AgreementError: on every rank: ranks hold different batches.
+        CollectiveError: on every rank that waited for one which died, stalled or raised.
     """
     with join_ranks(config.parallel) as ranks:
         prepared = agree(lambda: prepare(config), lambda prepared: prepared.agreement)

@@ -55,22 +55,26 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend under the step; query `[1, H, L, D]`, K/V `[1, Hkv, L, D]`, out `[1, L, H, Dv]`."""
     step = resolve_step(cp_step)
-    number = getattr(module, "layer_idx", None)
-    layer = f"{type(module).__name__} of layer {'?' if number is None else number}"
     if step is None:
         raise StepError(
-            f"{layer} runs with attn_implementation='longpack' but without a step, so it does not "
-            "know where documents are: call model(**longpack.shard_batch(batch, cp_mesh).inputs), "
-            "or pass cp_step="
+            f"{_named(module)} runs with attn_implementation='longpack' but without a step, so it "
+            "does not know where documents are: call "
+            "model(**longpack.shard_batch(batch, cp_mesh).inputs), or pass cp_step="
         )
     refused = _refusals(step, attention_mask, dropout, inert, arguments)
     if refused:
-        prefix = rank_prefix(step.rank, step.world_size)
-        raise UnsupportedError(f"{prefix}{layer} asks what is not honoured: {'; '.join(refused)}")
+        layer = f"{rank_prefix(step.rank, step.world_size)}{_named(module)}"
+        raise UnsupportedError(f"{layer} asks what is not honoured: {'; '.join(refused)}")
+    # a graph with its layer's number in it would be one layer's alone
+    layer = None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None)
     out = cp_blockdiag_sdpa(
-        query, key, value, scale=scaling, enable_gqa=True, step=step, layer=number
+        query, key, value, scale=scaling, enable_gqa=True, step=step, layer=layer
     )
     return out.transpose(1, 2), None
+
+
+def _named(module: torch.nn.Module) -> str:
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
 
 
 def _refusals(

@@ -85,12 +85,18 @@ def _asks_interface(module: torch.nn.Module) -> bool:
     """
     if any(_is_attention(part) for part in module.modules() if part is not module):
         return True
-    kinds = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
-    try:
-        sources = [inspect.getsource(kind.forward) for kind in kinds]
-    except (OSError, TypeError):
-        return True
-    return any(word in source for source in sources for word in _INTERFACE)
+    for kind in type(module).__mro__:
+        if "forward" not in vars(kind):
+            continue
+        try:
+            source = inspect.getsource(kind.forward)
+        except (OSError, TypeError):
+            return True
+        if any(word in source for word in _INTERFACE):
+            return True
+        if "super().forward(" not in source:
+            return False
+    return False
 
 
 def _shown(paths: list[str]) -> str:
