@@ -6,7 +6,8 @@
 One device takes the part of each rank of 2, 4 and 8 in turn, with the plan that the ranks would
 have. What is measured, and how, stands in the modules of `gpu_check/`:
 
-- `parity.py`: outputs and gradients of all ranks put together, against dense float64 attention.
+- `parity.py`: outputs and gradients of all ranks put together, against dense float64 attention,
+  in one call and, where a kernel can, in parts that merge.
 - `ranks.py`: time of every rank, and rates as fractions of one call over the whole row.
 - `segment_cost.py`: what one more segment adds.
 - `merge_cost.py`: what it costs to attend in two parts and merge them.

@@ -102,11 +102,12 @@ def obstacles(device: str) -> dict[str, list[str]]:
 def check_all(
     kernels: list[str], tokens: int, dtypes: tuple[torch.dtype, ...], device: str
 ) -> Iterator[Parity]:
-    """Check every kernel on every plan, with all heads and dtypes."""
+    """Check every kernel on every plan, with all heads and dtypes, in each way that it runs."""
     row = packed_row(tokens)
     plans = [plan_split(row, *split) for split in (WHOLE, *SPLITS)]
     for heads in HEADS:
         for dtype in dtypes:
             judge = Judge.of(row, heads, dtype, device)
             for plan in plans:
-                yield from (judge.check(kernel, plan) for kernel in kernels)
+                for kernel in kernels:
+                    yield from judge.checks(kernel, plan)

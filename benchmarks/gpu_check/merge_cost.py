@@ -8,10 +8,10 @@ from torch import Tensor
 
 from gpu_check.clock import Clock
 from gpu_check.problems import Heads, Inputs
-from longpack.kernels import TILED, Segments, Tile, TiledKernel, full_tiles
+from longpack.kernels import TILED, Segments, TiledKernel, Tiles, full_tiles
 from longpack.kernels.merge import merge_
 
-Parts = tuple[tuple[Tile, ...], ...]
+Parts = tuple[Tiles, ...]
 
 ONE_CALL_ONLY = "attends in one call; nothing to merge"
 
@@ -77,7 +77,7 @@ def two_parts(tokens: int) -> Parts:
     """Attend one document by halves, as a rank does whose earlier keys arrive later."""
     half = tokens // 2
     own = Segments(((0, half, 0, half), (half, tokens, half, tokens)), tokens, tokens)
-    return own.tiles, full_tiles(((half, tokens, 0, half),))
+    return own.tiles, Tiles(full_tiles(((half, tokens, 0, half),)))
 
 
 def passes(

@@ -1,6 +1,6 @@
 """Are the kernels right? All ranks of a plan, put together, against dense float64 attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,12 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_check.problems import RAISED, Heads, Inputs, attention, name_of, shares, whole_segments
-from longpack.kernels import Segments
+from longpack.blockdiag_cp.overlap import StagedAttention
+from longpack.collectives import Loopback, Transport
+from longpack.kernels import TILED, Segments
 from longpack.packing import PackedRow
-from longpack.plan import Plan
+from longpack.plan import Plan, plan_step
 
 ALLOWED_ERROR_RATIO = 2.0
 PARTS = ("out", "dquery", "dkey", "dvalue")
+STAGES = 2  # exchanges that arrivals are split over, where a kernel attends in parts
+
+Results = tuple[list[Tensor], bool]  # output and gradients of the row, and if padding is zero
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,19 @@ class Judge:
         ]
         return cls(heads, inputs, exact, error)
 
-    def check(self, kernel: str, plan: Plan) -> Parity:
+    def checks(self, kernel: str, plan: Plan) -> Iterator[Parity]:
+        """Check both ways in which a kernel runs: in one call, and in parts where it can."""
+        yield self.check(kernel, plan)
+        if kernel in TILED:
+            yield self.check(kernel, plan, in_parts=True)
+
+    def check(self, kernel: str, plan: Plan, in_parts: bool = False) -> Parity:
         """Compare all ranks of a plan with the exact results, in units of torch's error."""
-        case = f"{plan.layout}, cp {plan.world_size}"
+        case = f"{plan.layout}, cp {plan.world_size}" + (", in parts" if in_parts else "")
         about = (kernel, case, name_of(self.inputs.query.dtype), self.heads)
         try:
-            ours, padding_is_zero = run_ranks(kernel, plan, self.inputs)
+            function = run_in_parts if in_parts else run_ranks
+            ours, padding_is_zero = function(kernel, plan, self.inputs)
         except RAISED as error:
             return Parity(*about, {}, False, raised=f"{type(error).__name__}: {error}")
         ratio = {
@@ -90,7 +102,7 @@ def run(function: Callable[..., Tensor], inputs: Inputs) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs.grad_out)]
 
 
-def run_ranks(kernel: str, plan: Plan, inputs: Inputs) -> tuple[list[Tensor], bool]:
+def run_ranks(kernel: str, plan: Plan, inputs: Inputs) -> Results:
     """Run every rank in turn; return output and gradients of the row, and if padding is zero.
 
     Results are put back and summed in float64: what is judged is the kernel, not the exchange.
@@ -107,6 +119,36 @@ def run_ranks(kernel: str, plan: Plan, inputs: Inputs) -> tuple[list[Tensor], bo
             not x[a:b].any() for x in results[:2] for a, b in share.segments.padding
         )
     return [x[:length] for x in whole], padding_is_zero
+
+
+def run_in_parts(kernel: str, plan: Plan, inputs: Inputs) -> Results:
+    """Run all ranks at once: own rows, then what others send, in stages, merged.
+
+    Ranks are threads. Autograd is left out, for it runs all backwards on one GPU in one thread,
+    where the first rank would wait for the others forever.
+    """
+    plan = plan_step(plan.row, plan.world_size, plan.layout, kv_exchange="a2a")
+    length, inputs = inputs.query.shape[0], inputs.pad_to(plan.padded_length)
+    whole = [x.new_empty(x.shape) for x in _like_results(inputs)]
+
+    def run_rank(transport: Transport) -> bool:
+        rows = torch.from_numpy(plan.shards.rows(transport.rank)).to(inputs.query.device)
+        staged = StagedAttention.make(plan, transport, rows.device, True, STAGES)
+        query, key, value, grad_out = (
+            x[rows] for x in (inputs.query, inputs.key, inputs.value, inputs.grad_out)
+        )
+        scale = query.shape[-1] ** -0.5
+        out, lse, arrived = staged.forward(TILED[kernel], query, key, value, scale)
+        saved = (query, key, value, out, lse, arrived)
+        grad_query, grad_rows = staged.backward(TILED[kernel], grad_out, *saved, scale)
+        dims = [key.shape[-1], value.shape[-1]]
+        results = (out, grad_query, *grad_rows.split(dims, dim=-1))
+        for total, part in zip(whole, results, strict=True):
+            total.index_copy_(0, rows, part)
+        return not any(x[a:b].any() for x in results[:2] for a, b in staged.local.padding)
+
+    padding_is_zero = all(Loopback(plan.world_size).run(run_rank))
+    return [x[:length].double() for x in whole], padding_is_zero
 
 
 def _like_results(inputs: Inputs) -> tuple[Tensor, ...]:

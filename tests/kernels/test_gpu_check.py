@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from longpack.kernels import KERNELS, TILED, Segments, attend
+from longpack.kernels.impl import flash_cpu
 from longpack.packing import PackedRow
 from longpack.plan import plan_step
 
@@ -77,7 +78,8 @@ def test_one_command_says_what_ran_where(results):
 
 def test_parity_covers_every_split(results):
     cases = {p["case"] for p in results["parity"]}
-    assert cases == {"contiguous, cp 1"} | {f"{layout}, cp {cp}" for cp, layout in SPLITS}
+    splits = {"contiguous, cp 1"} | {f"{layout}, cp {cp}" for cp, layout in SPLITS}
+    assert cases == splits | {f"{split}, in parts" for split in splits}
     assert all(p["kernel"] == "flash_cpu" and p["passed"] for p in results["parity"])
     assert len(results["parity"]) == len(cases) * 4 * 2  # heads, dtypes
 
@@ -316,6 +318,29 @@ def test_a_wrong_kernel_fails_the_check(gpu_check, monkeypatch, split):
     found = judge.check("flash_cpu", plan)
     assert not found.passed
     assert found.error_ratio["out"] > 1000
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("call", "worst"), [("forward_tiles", "out"), ("backward_tiles", "dkey")])
+def test_a_kernel_that_is_wrong_in_parts_fails_only_there(gpu_check, monkeypatch, call, worst):
+    """One that forgets what arrives."""
+    parity, problems = gpu_check.parity, gpu_check.problems
+    row = PackedRow.from_lengths([20, 12, 9], padding=3)
+    judge = parity.Judge.of(row, problems.Heads(4, 2, 8, 8), torch.float32, "cpu")
+    plan = problems.plan_split(row, 2, "contiguous")
+    assert [p.passed for p in judge.checks("flash_cpu", plan)] == [True, True]
+    real = getattr(flash_cpu, call)
+
+    def forgetful(tiles, *args, **kwargs):
+        if not any(tile.continues and not tile.causal for tile in tiles):
+            real(tiles, *args, **kwargs)
+
+    monkeypatch.setattr(flash_cpu, call, forgetful)
+    whole, parts = judge.checks("flash_cpu", plan)
+    assert whole.passed
+    assert parts.case == "contiguous, cp 2, in parts"
+    assert not parts.passed
+    assert parts.error_ratio[worst] > 1000
 
 
 @pytest.mark.usefixtures("one_thread")

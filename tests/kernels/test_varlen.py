@@ -33,7 +33,9 @@ def packed_attention(query, key, value, cu_q, cu_k, max_q, max_k, scale, causal)
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert query.shape[2] == key.shape[2] == value.shape[2]
     assert query.shape[2] % 8 == 0
-    assert all(x.stride(-1) == 1 for x in (query, key, value))
+    for x in (query, key, value):
+        assert x.stride(-1) == 1
+        assert not any(n % 8 for n in (*x.stride()[:-1], x.storage_offset()))  # 16 bytes, unchecked
     q_lengths, k_lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
     assert (max_q, max_k) == (max(q_lengths), max(k_lengths))
     assert sum(q_lengths) == query.shape[0]
@@ -172,6 +174,20 @@ def test_adapter_equals_dense(adapter, name, dims, monkeypatch):
     for start, stop in segments.padding:
         assert not actual[0][start:stop].any()
         assert not actual[1][start:stop].any()
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_heads_that_begin_anywhere_are_aligned(adapter, monkeypatch):
+    """Keys and values are halves of shared rows of 28 numbers; queries begin one number late."""
+    segments = Segments(((0, 4, 0, 6), (4, 7, 6, 9)), 7, 9)
+    query, key, value, grad_out = leaves_for(segments, (16, 12))
+    late = torch.nn.functional.pad(query.detach().flatten(), (1, 0))[1:].view(query.shape)
+    shared = torch.cat([key, value], dim=-1).detach().split([16, 12], dim=-1)
+    moved = [x.requires_grad_() for x in (late, *shared)]
+    actual = run(adapter(monkeypatch), [*moved, grad_out], segments)
+    expected = run(dense.attend, [query, key, value, grad_out], segments)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -31,7 +31,7 @@ def keep_in_recompute(what: str) -> CheckpointContextFn:
 
     The projections that make query, key and value are repeated in each. Compose it with other
     parts by `longpack.recompute_replay.compose`. Every rank keeps the same. It acts on kernels that
-    attend in parts, today those on CPU; others repeat everything.
+    attend in parts, `flash_cpu` and `flash_torch_cuda`; others repeat everything.
 
     Args:
         what: one of `KEPT`.

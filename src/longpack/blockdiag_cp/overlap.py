@@ -3,7 +3,12 @@
 Forward: K and V rows leave, the rank's own rows attend each other, and what arrives is attended
 stage by stage and merged by log-sum-exp. Backward: gradients of arrivals first; they go home
 while the rank's own part runs, and are added there. The order of every sum is fixed, so results
-are the same bit for bit whether the exchange is hidden or waited for.
+are the same bit for bit whether the exchange is hidden or waited for (on CUDA, where kernels add
+in any order, under `torch.use_deterministic_algorithms(True)`).
+
+On CUDA all of it is launched at once. Over NCCL rows travel on a stream of its own from when what
+is sent is ready; `wait` holds back the current stream, not the host; and every buffer that travels
+is held until it is waited for, so the allocator gives it to nobody before.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +27,7 @@ from longpack.collectives import (
     start_home,
     start_rows,
 )
-from longpack.kernels import Segments, Tile, TiledKernel, full_tiles
+from longpack.kernels import Segments, TiledKernel, Tiles, full_tiles
 from longpack.plan import Plan
 from longpack.plan.parts import Parts, cut_parts
 
@@ -41,13 +46,13 @@ class StagedAttention:
     """
 
     local: Segments
-    remote: tuple[tuple[Tile, ...], ...]
+    remote: tuple[Tiles, ...]
     route: StagedRoute
     transport: Transport
     overlap: bool
     name: str
     # After gradients of arrivals, those of own rows are added to, not written over.
-    adding: tuple[Tile, ...]
+    adding: Tiles
 
     @classmethod
     def make(
@@ -63,14 +68,20 @@ class StagedAttention:
         parts = cut_parts(plan, transport.rank, stages)
         local = Segments(parts.local, plan.local_length, plan.local_length)
         kind = plan.kv_exchange if any(plan.pieces.needed > plan.pieces.tokens) else "none"
+        remote = tuple(Tiles(full_tiles(stage.remote)) for stage in parts.stages)
+        adding = Tiles(replace(tile, continues=True) for tile in local.tiles)
+        route = _route(kind, parts, device)
+        if device.type != "cpu":  # now, for a copy in the middle of a pass holds the host back
+            for tiles in (local.tiles, adding, *remote):
+                tiles.packed(route.gathered.device)  # `device` with its index
         return cls(
             local=local,
-            remote=tuple(full_tiles(stage.remote) for stage in parts.stages),
-            route=_route(kind, parts, device),
+            remote=remote,
+            route=route,
             transport=transport,
             overlap=overlap,
             name=name,
-            adding=tuple(replace(tile, continues=True) for tile in local.tiles),
+            adding=adding,
         )
 
     @property

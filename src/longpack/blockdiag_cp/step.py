@@ -11,7 +11,7 @@ from longpack.blockdiag_cp.operator import make_token
 from longpack.blockdiag_cp.overlap import StagedAttention
 from longpack.collectives import Route, Transport
 from longpack.errors import StepError
-from longpack.kernels import Segments
+from longpack.kernels import TILED, Segments
 from longpack.plan import Plan
 from longpack.plan.stages import choose_stages
 
@@ -65,7 +65,7 @@ class CpStep:
             attn_backend: a name that `normalize_attn_backend` knows; the configured one by
                 default.
             overlap: attend the rank's own rows while others travel. Results are the same bit for
-                bit without; only kernels that attend in parts can, today those on CPU.
+                bit without. Only kernels that attend in parts can: torch's own, on CPU and CUDA.
             stages: split what arrives over so many exchanges, each attended while the next
                 travels; by default as many as `choose_stages` predicts to be fastest. The same
                 on every rank. An all-gather has one.
@@ -98,7 +98,7 @@ class CpStep:
             stages,
             number,
         )
-        if step.device.type == "cpu":  # where kernels attend in parts
+        if any(step.attn_backend == kernel.BACKEND for kernel in TILED.values()):
             _ = step.token  # now: torch.compile can read a cached property but not make it
         return step
 

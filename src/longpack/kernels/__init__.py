@@ -2,6 +2,7 @@
 
 from longpack.kernels.api import Choice, attend, choose_kernel
 from longpack.kernels.call import KernelCall, TiledKernel
+from longpack.kernels.packed import Tiles
 from longpack.kernels.registry import KERNELS, TILED
 from longpack.kernels.segments import Segments
 from longpack.kernels.tiles import Tile, full_tiles
@@ -14,6 +15,7 @@ __all__ = [
     "Segments",
     "Tile",
     "TiledKernel",
+    "Tiles",
     "attend",
     "choose_kernel",
     "full_tiles",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from longpack.errors import UnsupportedError
+from longpack.kernels.packed import Tiles
 from longpack.kernels.segments import Segments
-from longpack.kernels.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class TiledKernel(Kernel, Protocol):
 
     def forward_tiles(
         self,
-        tiles: tuple[Tile, ...],
+        tiles: Tiles,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -83,7 +83,7 @@ class TiledKernel(Kernel, Protocol):
 
     def backward_tiles(
         self,
-        tiles: tuple[Tile, ...],
+        tiles: Tiles,
         grad_out: Tensor,
         query: Tensor,
         key: Tensor,

@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of log-sum-exps, and of sums that are rounded once."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Merge attention over other keys into `out` and `lse`, in place.
 

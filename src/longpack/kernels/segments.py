@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from longpack.errors import PlanError
-from longpack.kernels.packed import PackedIndex, pack_bounds
-from longpack.kernels.tiles import Bounds, Tile, cut_into_tiles
+from longpack.kernels.packed import PackedIndex, Tiles, pack_bounds
+from longpack.kernels.tiles import Bounds, cut_into_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +69,9 @@ class Segments:
         return any(later[0] < earlier[1] for earlier, later in pairwise(ranges))
 
     @cached_property
-    def tiles(self) -> tuple[Tile, ...]:
+    def tiles(self) -> Tiles:
         """Cut every segment into what a square-causal kernel can run; see `cut_into_tiles`."""
-        return cut_into_tiles(self.bounds)
+        return Tiles(cut_into_tiles(self.bounds))
 
     def packed(self, device: torch.device) -> PackedIndex:
         """Return the cumulative lengths and gathers of a varlen kernel, built once per device."""

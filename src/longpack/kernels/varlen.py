@@ -88,8 +88,8 @@ def attend_varlen(
         return out
     index = segments.packed(query.device)
     v_head_dim = value.shape[-1]
-    head_dim = -(-max(query.shape[-1], v_head_dim) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
-    query, key, value = (_pad_heads(x, head_dim) for x in (query, key, value))
+    head_dim = padded_head_dim(max(query.shape[-1], v_head_dim))
+    query, key, value = (pad_heads(x, head_dim) for x in (query, key, value))
     if index.query_index is not None:
         query = query.index_select(0, index.query_index)
     if index.key_index is not None:
@@ -101,10 +101,23 @@ def attend_varlen(
     return rows.index_copy(0, index.query_index, out)
 
 
-def _pad_heads(x: Tensor, head_dim: int) -> Tensor:
+def padded_head_dim(head_dim: int) -> int:
+    """Return the least size of heads that kernels take, in numbers."""
+    return -(-head_dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+
+
+def pad_heads(x: Tensor, head_dim: int) -> Tensor:
+    """Return heads of `head_dim` as kernels load them: padded with zeros, which add nothing.
+
+    The numbers of a head are adjacent and begin at a multiple of 16 bytes, which no kernel checks,
+    and which K and V side by side in one row miss where their sizes are such.
+    """
     if x.shape[-1] < head_dim:
         return F.pad(x, (0, head_dim - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
+    *strides, last = x.stride()
+    if last == 1 and all(n % HEAD_DIM_MULTIPLE == 0 for n in (*strides, x.storage_offset())):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
