@@ -283,7 +283,7 @@ def test_a_model_that_attends_by_itself_is_named(kind):
 
 
 def test_a_layer_that_inherits_and_attends_by_itself_is_named():
-    class OwnAttention(LlamaAttention):
+    class Own(LlamaAttention):
         def forward(self, hidden_states, **kwargs):
             return torch.nn.functional.scaled_dot_product_attention(*[hidden_states] * 3), None
 
@@ -292,7 +292,7 @@ def test_a_layer_that_inherits_and_attends_by_itself_is_named():
             return super().forward(*args, **kwargs)
 
     model = make_model("llama")
-    for kind, named in ((OwnAttention, True), (WrappedAttention, False)):
+    for kind, named in ((Own, True), (WrappedAttention, False)):
         model.model.layers[1].self_attn.__class__ = kind
         assert ("attend by themselves" in " ".join(hf.find_faults(model))) == named
 

@@ -48,7 +48,7 @@ def _faults_of(module: torch.nn.Module, name: str) -> list[str]:
     config: Any = getattr(module, "config", None)
     used = getattr(config, "_attn_implementation", None)
     faults = []
-    if "Attention" not in type(module).__name__ or hasattr(module, "conv1d"):
+    if hasattr(module, "conv1d"):
         faults.append("recurrent layers, which need contiguous rows and their own exchange")
     elif used is None or not _asks_interface(module):
         faults.append("layers that attend by themselves, which attn_implementation does not reach")
