@@ -38,6 +38,10 @@ class ReplayError(LongpackError, RuntimeError):
     """A recorded decision cannot be replayed."""
 
 
+class ResultError(LongpackError, RuntimeError):
+    """Results that must be equal are not: a finding, so the command line exits with 1."""
+
+
 class RunError(LongpackError, ValueError):
     """A run file, a data source or a checkpoint folder is not usable."""
 

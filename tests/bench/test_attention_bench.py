@@ -6,8 +6,9 @@ import json
 from rich.console import Console
 
 from longpack.bench.attention import run_attention_bench
-from longpack.bench.contenders import CONTENDERS, TOLERANCE
+from longpack.bench.contenders import CONTENDERS, TOLERANCE, document_loop
 from longpack.bench.lengths import pack_row
+from longpack.cli import main
 from longpack.cli.bench_attention import print_attention
 
 
@@ -22,3 +23,16 @@ def test_the_bench_returns_plain_data_and_prints_it():
     print_attention(result, console)
     text = console.file.getvalue()
     assert f"longpack / document loop  {result['longpack_over_document_loop']:.3f}" in text
+
+
+def test_a_wrong_contender_is_a_finding_with_one_message(monkeypatch, capsys):
+    def wrong(row):
+        right = document_loop(row)
+        return lambda qkv: right(qkv) * 1.01
+
+    monkeypatch.setitem(CONTENDERS, "dense_mask", wrong)
+    assert main(["bench", "attention", "--tokens", "256", "--rounds", "1"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("longpack: contenders differ: dense_mask by 1.0e-02, relative to")
+    assert said.err.count("\n") == 1

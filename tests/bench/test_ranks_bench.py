@@ -4,19 +4,22 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from longpack import PackedRow, plan_step
 from longpack.bench import ranks
-from longpack.bench.contenders import largest_difference
+from longpack.bench.contenders import TOLERANCE, largest_difference, require_equal
 from longpack.bench.lengths import pack_row
 from longpack.bench.rivals import Ring, Ulysses
+from longpack.cli import main
 from longpack.cli.bench_ranks import print_ranks
 from longpack.collectives import Loopback
-from longpack.errors import PlanError, UnsupportedError
+from longpack.errors import PlanError, ResultError, UnsupportedError
 from longpack.verify.oracle import oracle_attention
 
 ROW = PackedRow.from_lengths([30, 5, 1, 60, 24])
+NAN = float("nan")
 
 
 def whole(heads):
@@ -70,7 +73,7 @@ def test_the_bench_gives_every_figure():
     assert set(result["not_run"]) == {"ulysses"}
     assert set(result["over_balanced"]) == set(result["median_ms"]) - {"balanced_a2a"}
     assert set(result["exposed_ms"]) == {"hidden", "waited"}
-    assert result["largest_difference"] < ranks.TOLERANCE
+    assert result["largest_difference"] < TOLERANCE
     shown = printed(result)
     assert "8/4 heads of 64" in shown
     assert "not run: ulysses: 9/3 heads cannot be dealt to 2 ranks" in shown
@@ -115,8 +118,58 @@ def test_unknown_contenders_and_rows_that_do_not_exist_are_refused(monkeypatch):
 
 def test_results_that_differ_are_refused():
     good = [torch.ones(3)]
-    assert largest_difference(good, good) == 0.0
-    with pytest.raises(AssertionError, match=r"contenders differ by 5\.0e-01"):
-        largest_difference([torch.tensor([1.0, 1.0, 0.5])], good)
-    with pytest.raises(AssertionError, match="nan"):
-        largest_difference([torch.tensor([float("nan")]), torch.ones(1)], [torch.ones(1)] * 2)
+    differences = {
+        "right": largest_difference(good, good),
+        "half": largest_difference([torch.tensor([1.0, 1.0, 0.5])], good),
+        "odd": largest_difference([torch.tensor([NAN]), torch.ones(1)], [torch.ones(1)] * 2),
+    }
+    assert differences == {"right": 0.0, "half": 0.5, "odd": pytest.approx(NAN, nan_ok=True)}
+    assert require_equal({"right": 0.0, "nearly": TOLERANCE}) == TOLERANCE
+    with pytest.raises(ResultError, match=r"contenders differ: half by 5\.0e-01, odd by nan, rel"):
+        require_equal(differences)
+
+
+def test_every_rank_knows_the_differences_of_all():
+    """Rank 1 is wrong by 1 in 4; what runs on one process is compared by rank 0 alone."""
+    plan = plan_step(ROW, 2, "contiguous", "a2a")
+    expected = [torch.full((1, ROW.length, 1, 1), 4.0)]
+
+    def body(t):
+        shard = torch.full((1, plan.local_length, 1, 1), 4.0 + t.rank)
+        runs = {
+            "split": ranks.Contender(lambda: [shard], plan),
+            "whole": ranks.Contender(lambda: expected, None),
+        }
+        return ranks._differences(runs, expected, t)
+
+    found = {"split on rank 0": 0.0, "whole on rank 0": 0.0, "split on rank 1": 0.25}
+    assert Loopback(2).run(body) == [found, found]
+
+
+def test_nobody_times_where_results_differ(monkeypatch):
+    wrong = {"ring on rank 1": 0.5}
+    monkeypatch.setattr(ranks, "_differences", lambda *arguments: wrong)
+    monkeypatch.delattr(ranks, "_time")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = ranks._compete(0, 1, ROW, ranks.Pass((9, 3), ("balanced_a2a",), rounds=1))
+    finally:
+        dist.destroy_process_group()
+    assert found == {"differences": wrong, "not_run": {}}
+
+
+def test_results_that_differ_on_ranks_are_a_finding(monkeypatch, capsys):
+    class Wrong:
+        alive = True
+
+        def run(self, *arguments, **options):
+            return [{"differences": {"ring on rank 1": 0.5}, "not_run": {}}] * 2
+
+        def kill(self):
+            self.alive = False
+
+    world = Wrong()
+    monkeypatch.setattr(ranks.World, "start", lambda *arguments, **options: world)
+    assert main(["bench", "ranks", "--tokens", "256"]) == 1
+    assert "longpack: contenders differ: ring on rank 1 by 5.0e-01" in capsys.readouterr().err
+    assert not world.alive

@@ -9,13 +9,22 @@ from rich.console import Console
 
 from longpack import plan_step
 from longpack.bench import scaling
-from longpack.bench.contenders import HEAD_DIM, HEADS, KV_HEADS, TOLERANCE, Problem
+from longpack.bench.contenders import (
+    CONTENDERS,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    TOLERANCE,
+    Problem,
+    document_loop,
+)
 from longpack.bench.lengths import pack_row
 from longpack.bench.memory import kept_bytes, peak_bytes, tells_peaks
 from longpack.bench.scaling_plot import plot_scaling
 from longpack.bench.thread_ranks import ThreadRanks
 from longpack.cli import main
 from longpack.cli.bench_scaling import print_scaling
+from longpack.errors import ResultError
 
 TOKENS, RANKS, SPLIT = (256, 512), (1, 2, 4), 1000
 
@@ -40,13 +49,12 @@ def test_over_tokens(result):
         row = pack_row("sqlite3_doc", entry["tokens"], scaling.SEED, longest=scaling.LONGEST)
         assert (entry["documents"], entry["area"]) == (len(row), row.area)
         assert entry["largest_difference"] < TOLERANCE
-        for clock in ("wall", "processor"):
-            assert set(entry["median_ms"][clock]) == {
-                "longpack_flash",
-                "document_loop",
-                "dense_mask",
-            }
-            assert entry["over_loop"][clock] > 0
+        assert {clock: set(times) for clock, times in entry["median_ms"].items()} == {
+            "wall": set(CONTENDERS),
+            "processor": set(CONTENDERS),
+        }
+        assert set(entry["over_loop"]) == {"wall", "processor"}
+        assert entry["peak_bytes"] == {}
 
 
 def test_over_ranks(result):
@@ -59,8 +67,38 @@ def test_over_ranks(result):
         assert entry["largest_difference"] < TOLERANCE
         kept = [_kept(plan.local_length, r) for r in plan.received_tokens]
         assert entry["kept_bytes"] == max(kept)
-    first = result["over_ranks"][0]
-    assert (first["speed_up"], first["work"], first["received_tokens"]) == (1.0, 1.0, 0)
+    assert result["over_ranks"][0]["received_tokens"] == 0
+
+
+class Clocked:
+    """A world whose ranks tell given times."""
+
+    def __init__(self, *rounds):
+        self.rounds = iter(rounds)
+
+    def clock(self):
+        return [{"wall": wall, "processor": own} for wall, own in next(self.rounds)]
+
+
+def test_a_split_is_compared_with_one_rank_within_rounds(monkeypatch):
+    """Of two ranks the busiest makes the speed-up, their sum the work."""
+    worlds = {
+        1: Clocked([(9.0, 8.0)], [(20.0, 10.0)]),
+        2: Clocked([(5.0, 4.0), (6.0, 5.0)], [(7.0, 4.0), (6.0, 6.0)]),
+    }
+    times = scaling._clock_in_turn(worlds, rounds=2)
+    assert times == {
+        "wall": {1: [9.0, 20.0], 2: [6.0, 7.0]},
+        "busiest": {1: [8.0, 10.0], 2: [5.0, 6.0]},
+        "total": {1: [8.0, 10.0], 2: [9.0, 10.0]},
+    }
+    monkeypatch.setattr(scaling, "_clock_in_turn", lambda worlds, rounds: times)
+    row = pack_row("sqlite3_doc", 64, 0)
+    one, two = scaling.scale_ranks(row, (1, 2), rounds=2, memory=False)
+    assert two["median_ms"] == {"wall": 6.5, "busiest": 5.5, "total": 9.5}
+    assert two["speed_up"] == pytest.approx((8 / 5 + 10 / 6) / 2)
+    assert two["work"] == pytest.approx((9 / 8 + 10 / 10) / 2)
+    assert (one["speed_up"], one["work"]) == (1.0, 1.0)
 
 
 def _kept(rows, arrivals):
@@ -86,10 +124,10 @@ def test_wrong_rows_of_a_rank_are_not_timed():
     row = pack_row("sqlite3_doc", 64, 0)
     problem = Problem.of(row.length)
     ranks = ThreadRanks(plan_step(row, 2, "balanced", "a2a"), problem)
-    expected = [t.clone() for t in problem.run(scaling.CONTENDERS["document_loop"](row))]
+    expected = [t.clone() for t in problem.run(document_loop(row))]
     assert ranks.difference(expected) < TOLERANCE
     expected[2][:, 5] += 1.0
-    with pytest.raises(AssertionError, match="contenders differ"):
+    with pytest.raises(ResultError, match=r"contenders differ: rank \d of 2 by"):
         ranks.difference(expected)
 
 

@@ -2,16 +2,17 @@
 
 import io
 import json
-import statistics
 
 import pytest
 import torch
 from rich.console import Console
 
 from longpack.bench import watch
+from longpack.bench.lengths import pack_row
 from longpack.bench.watch import count_large_row, run_watch_bench
 from longpack.cli.bench_watch import print_watch
-from longpack.train.metrics import read_metrics
+from longpack.plan import plan_step
+from longpack.train.metrics import loads_of, read_metrics
 
 PARTS = {
     "attention calls and loads",
@@ -35,7 +36,7 @@ def test_the_bench_times_every_part_and_prints_it(small):
     assert json.loads(json.dumps(result)) == result
     told = result["cp"]["1"]
     assert set(told["parts"]) == PARTS
-    assert all(0 < part["share"] < 1 for part in told["parts"].values())
+    assert all(set(part) == {"median_ms", "share"} for part in told["parts"].values())
     console = Console(file=io.StringIO(), width=100)
     print_watch(result, console)
     text = console.file.getvalue()
@@ -57,12 +58,22 @@ def test_shares_are_paired_within_steps():
     told = watch._figures(spent)
     assert told["step_ms"] == 10.0
     assert told["parts"]["a"] == {"median_ms": 1.0, "share": pytest.approx(0.1)}
-    assert told["parts"]["b"]["share"] == pytest.approx(statistics.median([0.2, 0.2, 0.3]))
+    assert told["parts"]["b"]["share"] == pytest.approx(0.2)  # the median of 0.2, 0.2 and 0.3
     assert told["share"] == pytest.approx(0.3)
 
 
-def test_a_large_row_is_counted_from_its_plan():
+def test_a_large_row_is_counted_from_a_fresh_plan_each_time(monkeypatch):
+    """A plan keeps what is computed from it, so one plan would be counted only once."""
+    counted = []
+
+    def count(plans):
+        counted.extend(plans)
+        return loads_of(plans)
+
+    monkeypatch.setattr(watch, "loads_of", count)
     told = count_large_row(row_tokens=4096, world_size=4)
+    assert set(told) == {"tokens", "world_size", "plan_ms", "count_ms"}
     assert (told["tokens"], told["world_size"]) == (4096, 4)
-    assert told["plan_ms"] > 0
-    assert told["count_ms"] > 0
+    row = pack_row(watch.CORPUS, 4096, seed=0)
+    assert set(counted) == {plan_step(row, 4, "balanced", "a2a")}
+    assert len({id(plan) for plan in counted}) == len(counted) == 7

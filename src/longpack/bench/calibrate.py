@@ -1,7 +1,5 @@
 """Measure the rates of the cost model on this machine, and check a prediction on two ranks."""
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -10,7 +8,7 @@ from typing import Any
 import torch
 
 from longpack.bench.lengths import pack_row
-from longpack.bench.timing import machine, time_in_turn
+from longpack.bench.timing import machine, medians, time_in_turn
 from longpack.collectives import Transport, as_transport
 from longpack.kernels import KernelCall, Segments, attend, choose_kernel
 from longpack.packing import PackedRow
@@ -49,7 +47,7 @@ def calibrate(
         },
         rounds,
     )
-    seconds = {name: statistics.median(t) / 1e3 for name, t in times.items()}
+    seconds = {name: ms / 1e3 for name, ms in medians(times).items()}
     rate = shape.pair_flops * long.area / seconds["long"]
     segments_s = seconds["short"] - shape.pair_flops * short.area / rate
     message_s, bytes_per_s = _on_ranks(world_size, _link, rounds)[0]
@@ -180,10 +178,4 @@ def _exchange_s(transport: Transport, nbytes: int, rounds: int) -> float:
     counts = [0 if r == transport.rank else nbytes for r in range(transport.world_size)]
     rows = torch.zeros(sum(counts), dtype=torch.uint8)
     exchange = partial(transport.all_to_all, rows, counts, counts)
-    exchange()
-    seconds = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        exchange()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return medians(time_in_turn({"exchange": exchange}, rounds))["exchange"] / 1e3

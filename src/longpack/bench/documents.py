@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from longpack.bench.contenders import Problem, document_loop, largest_among, longpack_flash
+from longpack.bench.contenders import CONTENDERS, LONGPACK, LOOP, Problem, check_contenders
 from longpack.bench.lengths import pack_row
 from longpack.bench.timing import PROCESSOR, WALL, clock_in_turn, machine, medians, ratio
 from longpack.packing import PackedRow
@@ -13,7 +13,6 @@ from longpack.packing import PackedRow
 LOOP_LIMIT = 1.02  # time over the loop's
 SHORT_LIMIT = 2.0  # time over that of as many tokens in documents of `LONG_TOKENS`
 LONG_TOKENS = 512
-CONTENDERS = {"document_loop": document_loop, "longpack": longpack_flash}
 
 
 def document_rows(seed: int = 0) -> dict[str, PackedRow]:
@@ -43,14 +42,17 @@ def run_documents_bench(
 
     Returns:
         Plain data: by row, its documents, times in ms and ratios by clock (wall, processor).
+
+    Raises:
+        ResultError: contenders do not compute the same.
     """
     rows = document_rows(seed) if rows is None else rows
     cases = rows | {_relaid(n): _in_long_documents(r) for n, r in rows.items() if _is_short(r)}
     runs, differences = {}, {}
     for name, row in cases.items():
         problem = Problem.of(row.length)
-        attends = {kind: make(row) for kind, make in CONTENDERS.items()}
-        differences[name] = largest_among(problem, attends)
+        attends = {kind: CONTENDERS[kind](row) for kind in (LOOP, LONGPACK)}
+        differences[name] = check_contenders(problem, attends)
         runs |= {f"{kind}: {name}": partial(problem.run, a) for kind, a in attends.items()}
     times = clock_in_turn(runs, rounds)
     return {
@@ -62,14 +64,14 @@ def run_documents_bench(
 
 
 def _told(name: str, row: PackedRow, times: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    ours, loop, long = f"longpack: {name}", f"document_loop: {name}", f"longpack: {_relaid(name)}"
+    ours, loop, long = f"{LONGPACK}: {name}", f"{LOOP}: {name}", f"{LONGPACK}: {_relaid(name)}"
     over_long = {clock: ratio(times[clock], ours, long) for clock in times if _is_short(row)}
     return {
         "documents": len(row),
         "tokens": row.length,
         "area": row.area,
         "median_ms": {
-            clock: {"longpack": medians(each)[ours], "document_loop": medians(each)[loop]}
+            clock: {LONGPACK: medians(each)[ours], LOOP: medians(each)[loop]}
             for clock, each in times.items()
         },
         "over_loop": {clock: ratio(times[clock], ours, loop) for clock in (WALL, PROCESSOR)},

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from longpack.bench.contenders import Attend, Problem, Tensors, largest_difference, longpack_flash
+from longpack.bench.contenders import (
+    LONGPACK,
+    Attend,
+    Problem,
+    Tensors,
+    largest_difference,
+    longpack_flash,
+    require_equal,
+)
 from longpack.bench.lengths import pack_row
 from longpack.bench.timing import machine, on_threads, time_in_turn
 from longpack.packing import PackedRow
@@ -32,6 +40,9 @@ def run_overhead_bench(
         calls: calls of a contender in a round.
         seed: picks the documents of the long row.
         long_tokens: its tokens; the cost is told as a share of its time on all threads.
+
+    Raises:
+        ResultError: a call and the kernels do not compute the same.
     """
     tiny, long = (
         Problem.of(TINY_TOKENS),
@@ -39,11 +50,10 @@ def run_overhead_bench(
     )
     kernels = _Kernels(tiny)
     attends = {
-        "longpack": longpack_flash(PackedRow.from_lengths([TINY_TOKENS])),
+        LONGPACK: longpack_flash(PackedRow.from_lengths([TINY_TOKENS])),
         "torch": _torch_sdpa,
     }
-    for attend in attends.values():
-        largest_difference(tiny.run(attend), kernels.run())
+    require_equal({n: largest_difference(tiny.run(a), kernels.run()) for n, a in attends.items()})
     runs: dict[str, Callable[[], Any]] = {n: _caller(tiny, a) for n, a in attends.items()}
     with on_threads(1):
         repeated = {n: _repeat(run, calls) for n, run in (runs | {"kernels": kernels.run}).items()}
@@ -56,11 +66,11 @@ def run_overhead_bench(
     return {
         "machine": machine(),
         "kernels_us": 1e3 / calls * statistics.median(times["kernels"]),
-        "fixed_us": fixed_us["longpack"],
+        "fixed_us": fixed_us[LONGPACK],
         "torch_fixed_us": fixed_us["torch"],
         "long_tokens": long_tokens,
         "long_call_ms": long_ms,
-        "share": fixed_us["longpack"] / 1e3 / long_ms,
+        "share": fixed_us[LONGPACK] / 1e3 / long_ms,
         "limit": LIMIT,
     }
 

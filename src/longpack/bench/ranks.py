@@ -1,6 +1,5 @@
 """Attention of one packed row over gloo ranks, against what people do today."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from longpack import PackedRow, plan_step
 from longpack.bench.contenders import (
     HEADS,
     KV_HEADS,
+    LOOP,
     Attend,
     Problem,
     dense_mask,
@@ -20,10 +20,22 @@ from longpack.bench.contenders import (
     document_loop,
     largest_difference,
     longpack_step,
+    require_equal,
+    too_different,
 )
 from longpack.bench.lengths import pack_row
 from longpack.bench.rivals import Ring, Ulysses
-from longpack.bench.timing import PROCESSOR, WALL, machine, medians, on_threads, ratio
+from longpack.bench.timing import (
+    PROCESSOR,
+    WALL,
+    Times,
+    clock_in_turn,
+    machine,
+    medians,
+    on_threads,
+    ratio,
+    take_turns,
+)
 from longpack.collectives import Delayed, Transport, as_transport
 from longpack.errors import PlanError, UnsupportedError
 from longpack.plan import Plan
@@ -36,15 +48,12 @@ LAYOUTS = {  # contender: layout, exchange, options of its step
     "zigzag_a2a": ("zigzag", "a2a", {}),
 }
 RIVALS = {"ring": "head_tail", "ulysses": "contiguous"}  # and the layout of their rows
-ALONE = {"document_loop": (document_loop, 1), "dense_mask_two_threads": (dense_mask, 2)}
-BASE, DENSE = "balanced_a2a", "dense_mask_two_threads"
-NAMES = (*LAYOUTS, *RIVALS, "document_loop")
+BASE, DENSE_ALONE = "balanced_a2a", "dense_mask_two_threads"
+ALONE = {LOOP: (document_loop, 1), DENSE_ALONE: (dense_mask, 2)}  # and their threads
+NAMES = (*LAYOUTS, *RIVALS, LOOP)
 DIVISIBLE_HEADS = (8, 4)  # for Ulysses on two and four ranks, which cannot deal 3 K/V heads
 DENSE_ROUNDS = 3  # each takes tens of seconds at 16K rows
-TOLERANCE = 2e-4  # of fp32 results that are summed in different orders
 SEEDS = 1000  # tried for an uneven row
-
-Times = dict[str, list[dict[str, float]]]  # ms by clock, of this rank
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,7 @@ def run_ranks_bench(
     Raises:
         UnsupportedError: names in `only` that there are not.
         PlanError: no such row among a thousand seeds.
+        ResultError: contenders do not compute the same.
     """
     names = _chosen(only)
     seed, row = _pick_row(tokens, longest or tokens // 4, world_size, seed, least_imbalance)
@@ -122,7 +132,7 @@ def run_ranks_bench(
         passes.append(Pass(DIVISIBLE_HEADS, (BASE, "ulysses"), rounds))
     world = World.start(world_size, collective_timeout_s=600)
     try:
-        first, *more = (world.run(_compete, row, each, timeout_s=3600) for each in passes)
+        first, *more = (_run_pass(world, row, each) for each in passes)
     finally:
         world.kill()
     plans = {n: plan_step(row, world_size, *LAYOUTS[n][:2]) for n in names if n in LAYOUTS}
@@ -137,7 +147,9 @@ def run_ranks_bench(
         "square_over_area": row.length**2 / row.area,
         "imbalance": {name: plan.imbalance for name, plan in plans.items()},
         "received_tokens": {name: max(p.received_tokens) for name, p in plans.items()},
-        "largest_difference": max(r["largest_difference"] for each in (first, *more) for r in each),
+        "largest_difference": max(
+            require_equal(per_rank[0]["differences"]) for per_rank in (first, *more)
+        ),
         **_figures(first),
         "divisible_heads": {"heads": DIVISIBLE_HEADS, **_figures(more[0])} if more else None,
         "not_run": first[0]["not_run"],
@@ -188,42 +200,57 @@ def _slowest(
 ) -> dict[str, list[float]]:
     """Times by contender, of the rank that took longest, round by round."""
     return {
-        name: [
-            max(t[clock] for t in each)
-            for each in zip(*(r[which][name] for r in per_rank), strict=True)
-        ]
-        for name in per_rank[0][which]
+        name: list(map(max, zip(*(r[which][clock][name] for r in per_rank), strict=True)))
+        for name in per_rank[0][which][clock]
     }
+
+
+def _run_pass(world: World, row: PackedRow, this: Pass) -> list[dict[str, Any]]:
+    """Return what every rank found in a pass.
+
+    Raises:
+        ResultError: contenders do not compute the same.
+    """
+    per_rank = world.run(_compete, row, this, timeout_s=3600)
+    require_equal(per_rank[0]["differences"])
+    return per_rank
 
 
 def _compete(rank: int, world_size: int, row: PackedRow, this: Pass) -> dict[str, Any]:
-    """One rank's part of a pass: check every contender, then time them in turn."""
+    """One rank's part of a pass: check every contender, then time them in turn.
+
+    Every rank sees the differences of all, so that all of them go on to the timing, or none.
+    """
     transport = as_transport(dist.group.WORLD)
     problem = Problem.of(row.length, this.heads)
-    expected = problem.run(document_loop(row))
-    runs: dict[str, Contender] = {}
-    worst, not_run = 0.0, {}
-    for name in (*this.names, *([DENSE] if this.dense else [])):
-        try:
-            contender = _contender(name, row, this.heads, problem, transport)
-        except UnsupportedError as reason:
-            not_run[name] = str(reason)
-            continue
-        runs[name] = contender
-        if contender.plan or rank == 0:
-            worst = max(worst, _difference(contender, expected, rank))
-    by_dense = {name: runs[name] for name in (BASE, DENSE)} if this.dense else {}
-    runs.pop(DENSE, None)
+    runs, not_run = _build(row, this, problem, transport)
+    differences = _differences(runs, problem.run(document_loop(row)), transport)
+    found = {"differences": differences, "not_run": not_run}
+    if too_different(differences):
+        return found
+    by_dense = {name: runs[name] for name in (BASE, DENSE_ALONE)} if this.dense else {}
+    runs.pop(DENSE_ALONE, None)
     exposed = {}
     if this.delay_ms is not None:
         exposed = _exposed(problem, row, transport, this.delay_ms, this.rounds)
-    return {
+    return found | {
         "times": _time(runs, this.rounds, rank),
         "dense_times": _time(by_dense, DENSE_ROUNDS, rank),
-        "largest_difference": worst,
-        "not_run": not_run,
         "exposed_ms": exposed,
     }
+
+
+def _build(
+    row: PackedRow, this: Pass, problem: Problem, transport: Transport
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Return the contenders, and why the others cannot run."""
+    runs, not_run = {}, {}
+    for name in (*this.names, *([DENSE_ALONE] if this.dense else [])):
+        try:
+            runs[name] = _contender(name, row, this.heads, problem, transport)
+        except UnsupportedError as reason:
+            not_run[name] = str(reason)
+    return runs, not_run
 
 
 def _contender(
@@ -258,30 +285,41 @@ def _on_rows(attend: Callable[..., torch.Tensor]) -> Attend:
     return lambda qkv: attend(*(t.squeeze(0).transpose(0, 1) for t in qkv)).transpose(0, 1)[None]
 
 
+def _differences(
+    runs: dict[str, Contender], expected: list[torch.Tensor], transport: Transport
+) -> dict[str, float]:
+    """Return the difference of every contender on every rank, the same on all of them."""
+    mine = {
+        name: _difference(contender, expected, transport.rank)
+        for name, contender in runs.items()
+        if contender.plan or transport.rank == 0
+    }
+    everyone = transport.all_gather_object(mine)
+    return {
+        f"{name} on rank {rank}": difference
+        for rank, differences in enumerate(everyone)
+        for name, difference in differences.items()
+    }
+
+
 def _difference(contender: Contender, expected: list[torch.Tensor], rank: int) -> float:
     found = contender.run()
     if contender.plan is None:
-        return largest_difference(found, expected, TOLERANCE)
-    return difference_of_rank(found, expected, contender.plan, rank, TOLERANCE)
+        return largest_difference(found, expected)
+    return difference_of_rank(found, expected, contender.plan, rank)
 
 
-def _time(runs: dict[str, Contender], rounds: int, rank: int) -> Times:
-    """Time each contender from a barrier on; those of one process run on rank 0.
+def _time(runs: dict[str, Contender], rounds: int, rank: int) -> dict[str, Times]:
+    """Time each contender from a barrier on; those of one process run on rank 0."""
+    calls = {
+        name: contender.run if contender.plan or rank == 0 else _sleep
+        for name, contender in runs.items()
+    }
+    return clock_in_turn(calls, rounds, warmup=0, start=dist.barrier)
 
-    The order shifts from round to round, so that nobody always runs first.
-    """
-    times: Times = {name: [] for name in runs}
-    names = list(runs)
-    for turn in range(rounds if names else 0):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            dist.barrier()
-            wall, processor = time.perf_counter(), time.process_time()
-            if runs[name].plan or rank == 0:
-                runs[name].run()
-            wall, processor = time.perf_counter() - wall, time.process_time() - processor
-            times[name].append({WALL: wall * 1e3, PROCESSOR: processor * 1e3})
-    return times
+
+def _sleep() -> None:
+    """Leave the machine to rank 0: the next barrier waits for it."""
 
 
 def _exposed(
@@ -290,12 +328,13 @@ def _exposed(
     """Median milliseconds that a rank waits for arrivals over a link slowed by `delay_ms`."""
     plan = plan_step(row, transport.world_size, "balanced", "a2a")
     local = problem.shard(plan, transport.rank)
-    waits: dict[str, list[float]] = {"hidden": [], "waited": []}
-    for _ in range(rounds):
-        for name, overlap in (("hidden", True), ("waited", False)):
-            link = Delayed(transport, delay_ms / 1e3)
-            attend = longpack_step(plan, link, overlap=overlap)
-            dist.barrier()
-            local.run(attend)
-            waits[name].append(link.exposed_s * 1e3)
-    return medians(waits)
+
+    def wait_ms(overlap: bool) -> float:
+        link = Delayed(transport, delay_ms / 1e3)
+        attend = longpack_step(plan, link, overlap=overlap)
+        dist.barrier()
+        local.run(attend)
+        return link.exposed_s * 1e3
+
+    modes = {"hidden": partial(wait_ms, True), "waited": partial(wait_ms, False)}
+    return medians(take_turns(modes, rounds))

@@ -9,9 +9,12 @@ import torch.distributed as dist
 from longpack import PackedRow, plan_step
 from longpack.bench.contenders import (
     CONTENDERS,
+    DENSE,
+    LONGPACK,
+    LOOP,
     Problem,
+    check_contenders,
     document_loop,
-    largest_among,
     longpack_step,
 )
 from longpack.bench.lengths import pack_row
@@ -25,6 +28,7 @@ from longpack.bench.timing import (
     medians,
     on_threads,
     ratio,
+    take_turns,
 )
 from longpack.collectives import as_transport
 from longpack.plan import Plan
@@ -60,6 +64,9 @@ def run_scaling_bench(
 
     Returns:
         Plain data: an entry for each number of tokens, and for each number of ranks.
+
+    Raises:
+        ResultError: contenders, or the ranks of a split, do not compute the same.
     """
     memory = memory and tells_peaks()
     rows = [pack_row("sqlite3_doc", n, SEED, longest=LONGEST) for n in tokens]
@@ -83,13 +90,13 @@ def scale_tokens(rows: Sequence[PackedRow], rounds: int, memory: bool) -> list[d
 
 
 def _contenders(row: PackedRow) -> list[str]:
-    return [n for n in CONTENDERS if n != "dense_mask" or row.length <= DENSE_TOKENS]
+    return [n for n in CONTENDERS if n != DENSE or row.length <= DENSE_TOKENS]
 
 
 def _time_row(row: PackedRow, rounds: int) -> dict[str, Any]:
     problem = Problem.of(row.length)
     attends = {name: CONTENDERS[name](row) for name in _contenders(row)}
-    difference = largest_among(problem, attends)
+    difference = check_contenders(problem, attends)
     runs = {name: partial(problem.run, attend) for name, attend in attends.items()}
     times = clock_in_turn(runs, rounds, warmup=0)  # the comparison has run them once
     return {
@@ -98,9 +105,7 @@ def _time_row(row: PackedRow, rounds: int) -> dict[str, Any]:
         "area": row.area,
         "largest_difference": difference,
         "median_ms": {clock: medians(each) for clock, each in times.items()},
-        "over_loop": {
-            clock: ratio(each, "longpack_flash", "document_loop") for clock, each in times.items()
-        },
+        "over_loop": {clock: ratio(each, LONGPACK, LOOP) for clock, each in times.items()},
     }
 
 
@@ -133,9 +138,9 @@ def scale_ranks(
             "imbalance": plan.imbalance,
             "received_tokens": max(plan.received_tokens),
             "largest_difference": differences[n],
-            "median_ms": {which: medians(each)[str(n)] for which, each in times.items()},
-            "speed_up": ratio(times["busiest"], str(ranks[0]), str(n)),
-            "work": ratio(times["total"], str(n), str(ranks[0])),
+            "median_ms": {which: medians(each)[n] for which, each in times.items()},
+            "speed_up": ratio(times["busiest"], ranks[0], n),
+            "work": ratio(times["total"], n, ranks[0]),
             "kept_bytes": kept[n],
             "peak_bytes": _peak_of_ranks(plan) if memory else None,
         }
@@ -145,18 +150,17 @@ def scale_ranks(
 
 def _clock_in_turn(
     worlds: dict[int, ThreadRanks], rounds: int
-) -> dict[str, dict[str, list[float]]]:
+) -> dict[str, dict[int, list[float]]]:
     """Return milliseconds by world size, one a round: wall, the busiest rank's and all ranks'."""
-    times = {which: {str(n): [] for n in worlds} for which in (WALL, "busiest", "total")}
-    sizes = list(worlds)
-    for turn in range(rounds):
-        shift = turn % len(sizes)
-        for n in sizes[shift:] + sizes[:shift]:
-            ranks = worlds[n].clock()
-            times[WALL][str(n)].append(max(rank[WALL] for rank in ranks))
-            times["busiest"][str(n)].append(max(rank[PROCESSOR] for rank in ranks))
-            times["total"][str(n)].append(sum(rank[PROCESSOR] for rank in ranks))
-    return times
+    told = take_turns({n: world.clock for n, world in worlds.items()}, rounds)
+    figures = {WALL: (max, WALL), "busiest": (max, PROCESSOR), "total": (sum, PROCESSOR)}
+    return {
+        which: {
+            n: [over_ranks(rank[clock] for rank in ranks) for ranks in each]
+            for n, each in told.items()
+        }
+        for which, (over_ranks, clock) in figures.items()
+    }
 
 
 def _peak_of_ranks(plan: Plan) -> int:

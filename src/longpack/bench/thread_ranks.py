@@ -1,14 +1,20 @@
 """All ranks of a step as threads of this process, each timed by the clock of its thread."""
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from longpack.bench.contenders import Attend, Problem, difference_of_rank, longpack_step
+from longpack.bench.contenders import (
+    Attend,
+    Problem,
+    difference_of_rank,
+    longpack_step,
+    require_equal,
+)
 from longpack.bench.memory import kept_bytes
-from longpack.bench.timing import PROCESSOR, WALL
+from longpack.bench.timing import THREAD_CLOCKS, clock_call
 from longpack.collectives import Loopback, Transport
 from longpack.plan import Plan
 
@@ -41,10 +47,17 @@ class ThreadRanks:
         return self._on_ranks(lambda _, shard, attend: kept_bytes(shard, attend))
 
     def difference(self, expected: list[torch.Tensor]) -> float:
-        """Return the largest difference of any rank's rows; raise where they are wrong."""
-        return max(
-            difference_of_rank(found, expected, self.plan, rank)
-            for rank, found in enumerate(self.run())
+        """Return the largest difference of any rank's rows.
+
+        Raises:
+            ResultError: a rank's rows are wrong.
+        """
+        world_size = self.plan.world_size
+        return require_equal(
+            {
+                f"rank {rank} of {world_size}": difference_of_rank(found, expected, self.plan, rank)
+                for rank, found in enumerate(self.run())
+            }
         )
 
     def _on_ranks(self, call: Callable[[Transport, Problem, Attend], Any]) -> list[Any]:
@@ -56,8 +69,5 @@ class ThreadRanks:
 
 
 def _clock(end: Transport, shard: Problem, attend: Attend) -> dict[str, float]:
-    end.all_gather_object(None)  # all start together
-    wall, processor = time.perf_counter(), time.thread_time()
-    shard.run(attend)
-    wall, processor = time.perf_counter() - wall, time.thread_time() - processor
-    return {WALL: wall * 1e3, PROCESSOR: processor * 1e3}
+    together = partial(end.all_gather_object, None)
+    return clock_call(partial(shard.run, attend), THREAD_CLOCKS, start=together)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from longpack.bench.lengths import draw_lengths, pack_row
-from longpack.bench.timing import machine
+from longpack.bench.timing import machine, on_threads
 from longpack.blockdiag_cp import state
 from longpack.plan import plan_step
 from longpack.testing import World
@@ -120,12 +120,8 @@ class _TimedTrainer(Trainer):
 
 def _run(cp: int, folder: str, steps: int, row_tokens: int) -> dict[str, list[float]]:
     if cp == 1:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with on_threads(1):
             return _time_steps(0, 1, folder, steps, row_tokens)
-        finally:
-            torch.set_num_threads(threads)
     world = World.start(cp, collective_timeout_s=600)
     try:
         return world.run(_time_steps, folder, steps, row_tokens, timeout_s=3600)[0]

@@ -12,7 +12,7 @@ from longpack.cli.demo import demo
 from longpack.cli.plan import plan
 from longpack.cli.train import train
 from longpack.cli.verify import verify
-from longpack.errors import LongpackError, rank_prefix
+from longpack.errors import LongpackError, ResultError, rank_prefix
 
 app = App(
     name="longpack",
@@ -43,7 +43,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         return 2
     except LongpackError as error:
         print(f"longpack: {_told_by(str(error))}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, ResultError) else 2
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
             raise

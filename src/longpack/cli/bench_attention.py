@@ -95,7 +95,7 @@ def print_documents(result: dict[str, Any], console: Console) -> None:
         table.add_row(
             name,
             f"{told['tokens']:,}",
-            f"{wall['longpack']:,.1f}",
+            f"{wall['longpack_flash']:,.1f}",
             f"{wall['document_loop']:,.1f}",
             _both_clocks(told["over_loop"], 3),
             _both_clocks(told["over_long_documents"], 2),
