@@ -40,6 +40,17 @@ def test_rotary_rows_follow_the_global_order():
     assert first.inputs["position_ids"].tolist() == [[0, 3, 0, 3]]
 
 
+def test_multimodal_positions_say_nothing_beside_what_says_where_documents_are():
+    """Three rows, none known to count text tokens: the remedy that their error names works."""
+    positions = torch.tensor([[0, 1, 1, 1, 0, 1, 2, 3]]).expand(3, 1, 8)
+    first, second = ranks_of(make([4, 4], position_ids=positions), 2)
+    assert first.plan.row.lengths == (4, 4)
+    assert second.inputs["position_ids"].tolist() == [[[0, 1, 2, 3]]] * 3
+    for wrong in ({"doc_ids": None}, {"position_ids": positions[..., :7]}):
+        with pytest.raises(PackingError, match="Pass text_row=, or doc_ids"):
+            shard(make([4, 4], position_ids=positions) | wrong)
+
+
 def test_multimodal_positions_are_split_on_the_last_dim():
     positions = torch.stack([torch.arange(8)[None], *[torch.arange(8)[None] * k for k in (2, 3)]])
     ranks = ranks_of(make([8], position_ids=positions), 2, text_row=0)

@@ -88,6 +88,8 @@ def _claims(
             continue
         if key.startswith("cu_seq"):
             row, speaks = _from_offsets(batch, key, b, s), "both"
+        elif key == "position_ids" and _are_mute(value, text_row, batch, b, s):
+            continue
         elif key == "position_ids":
             ids = _in_rows(read.text_positions(value, text_row), key, b, s)
             row, speaks = PackedRow.from_position_ids(ids), "bounds"
@@ -99,6 +101,21 @@ def _claims(
             row, speaks = PackedRow.from_doc_ids(ids, padding_id=padding_id), "both"
         claims[key] = (row, speaks)
     return claims
+
+
+def _are_mute(
+    value: Any, text_row: int | None, batch: Mapping[str, Any], b: int, s: int
+) -> bool:
+    """Say whether positions are multimodal and another key says where documents are."""
+    found = read.integers(value, "position_ids", dims=(1, 2, 3))
+    others = set(DOCUMENT_KEYS) - {"position_ids", "attention_mask"}
+    return (
+        text_row is None
+        and found.ndim == 3
+        and found.shape[0] != 4
+        and found.shape[1:] == (b, s)
+        and any(batch.get(key) is not None for key in others)
+    )
 
 
 def _in_rows(ids: np.ndarray, key: str, b: int, s: int) -> np.ndarray:
