@@ -121,7 +121,7 @@ def test_results_that_differ_are_refused():
     differences = {
         "right": largest_difference(good, good),
         "half": largest_difference([torch.tensor([1.0, 1.0, 0.5])], good),
-        "odd": largest_difference([torch.tensor([NAN]), torch.ones(1)], [torch.ones(1)] * 2),
+        "odd": largest_difference([torch.ones(1), torch.tensor([NAN])], [torch.ones(1)] * 2),
     }
     assert differences == {"right": 0.0, "half": 0.5, "odd": pytest.approx(NAN, nan_ok=True)}
     assert require_equal({"right": 0.0, "nearly": TOLERANCE}) == TOLERANCE
