@@ -103,9 +103,7 @@ def _claims(
     return claims
 
 
-def _are_mute(
-    value: Any, text_row: int | None, batch: Mapping[str, Any], b: int, s: int
-) -> bool:
+def _are_mute(value: Any, text_row: int | None, batch: Mapping[str, Any], b: int, s: int) -> bool:
     """Say whether positions are multimodal and another key says where documents are."""
     found = read.integers(value, "position_ids", dims=(1, 2, 3))
     others = set(DOCUMENT_KEYS) - {"position_ids", "attention_mask"}
