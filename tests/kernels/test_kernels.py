@@ -1,6 +1,7 @@
 """Every kernel that runs here against an oracle of per-row loops, over one table of segments."""
 
-from itertools import pairwise
+import math
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from longpack.errors import PlanError, UnsupportedError
 from longpack.kernels import KERNELS, KernelCall, Segments, attend, choose_kernel
 from longpack.kernels.impl import flash_cpu
+from longpack.kernels.tiles import CALL_ROWS, GATHERED_ROWS
 
 CPU_KERNELS = ("dense", "flash_cpu")
 
@@ -25,6 +27,8 @@ TABLE = {
     "three parts share keys": ([(0, 2, 0, 2), (2, 4, 0, 6), (4, 6, 0, 11)], 6, 11),
     "padding left, inside, right": ([(2, 5, 1, 4), (6, 8, 4, 9)], 10, 12),
     "equal with a gap in the keys": ([(0, 2, 0, 2), (2, 4, 3, 5)], 4, 5),
+    "equal parts apart, keys before": ([(0, 2, 0, 5), (2, 3, 5, 6), (3, 5, 6, 11)], 5, 11),
+    "equal parts apart share keys": ([(0, 2, 0, 2), (2, 3, 2, 3), (3, 5, 0, 2)], 5, 3),
     "padding only": ([], 5, 3),
     "padding only, no keys": ([], 5, 0),
     "no rows": ([], 0, 0),
@@ -135,29 +139,90 @@ def test_kernel_equals_the_oracle_on_any_segments(segments, kernel, heads, dims,
     check(kernel, segments, heads, dims, seed=seed)
 
 
-@settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=25))
-def test_runs_of_equal_short_documents(lengths):
-    """Runs of equal documents become one call each; every row must still land in its place."""
+def documents(lengths, gaps=()):
+    """Documents of these lengths, each after so many rows of padding."""
     bounds, row = [], 0
-    for n in lengths:
+    for n, gap in zip_longest(lengths, gaps[: len(lengths)], fillvalue=0):
+        row += gap
         bounds.append((row, row + n, row, row + n))
         row += n
-    segments = Segments(tuple(bounds), row, row)
-    check("flash_cpu", segments)
-    changes = sum(a != b for a, b in pairwise(lengths))
-    assert len(segments.tiles) == changes + 1
+    return Segments(tuple(bounds), row + 1, row + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=25),
+    gaps=st.lists(st.integers(0, 2), max_size=25),
+    heads=st.sampled_from([(4, 2), (3, 1)]),
+    dims=st.sampled_from([(8, 8), (5, 3)]),
+)
+def test_short_documents_of_mixed_lengths_cost_one_call_for_each_length(lengths, gaps, heads, dims):
+    """Wherever they are in the row; and every row must still land in its place."""
+    segments = documents(lengths, gaps)
+    check("flash_cpu", segments, heads, dims)
+    assert len(segments.tiles) == len(set(lengths))
+
+
+def mixed_lengths(seed=0):
+    """600 documents of 1 to 49 tokens, one-token documents among them, in any order."""
+    return torch.randint(1, 50, (600,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def loop_over_documents(query, key, value, segments, scale):
+    """Plain SDPA on each document: what the row costs by hand."""
+    out = torch.zeros_like(query)
+    for start, stop, *_ in segments.bounds:
+        q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=True
+        )
+        out[start:stop] = attended[0].transpose(0, 1)
+    return out
+
+
+def test_six_hundred_documents_equal_a_loop_in_a_fifth_of_the_calls(monkeypatch):
+    segments = documents(mixed_lengths(), gaps=[0, 0, 3] * 100)
+    calls = counted(monkeypatch, flash_cpu, "_forward_op")
+    leaves, grad_out = tensors(segments)
+    actual, again = (
+        forward_and_gradients(
+            lambda q, k, v: attend("flash_cpu", q, k, v, segments, 0.3), leaves, grad_out
+        )
+        for _ in range(2)
+    )
+    expected = forward_and_gradients(
+        lambda q, k, v: loop_over_documents(q, k, v, segments, 0.3), leaves, grad_out
+    )
+    assert_close(actual, expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
+    long = sum(n > GATHERED_ROWS for n in mixed_lengths())
+    short = sum(n for n in mixed_lengths() if n <= GATHERED_ROWS)
+    assert len(calls) / 2 <= long + GATHERED_ROWS + 2 * short / CALL_ROWS
+    assert all(rows <= CALL_ROWS for rows in calls)
+
+
+def counted(monkeypatch, module, name):
+    """Note the query rows of every call from now on."""
+    rows, original = [], getattr(module, name)
+
+    def spy(query, *args, **kwargs):
+        rows.append(query.shape[0] * query.shape[2])
+        return original(query, *args, **kwargs)
+
+    monkeypatch.setattr(module, name, spy)
+    return rows
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["straddle", "zigzag", "many parts"])
+@pytest.mark.parametrize("name", ["straddle", "zigzag", "many parts", "short and mixed"])
 def test_low_precision_error_is_at_most_twice_plain_sdpa(kernel, dtype, name):
     """Plain SDPA with the mask, in the same dtype, sets the budget; float64 is the truth."""
     bounds = {
         "straddle": ((0, 200, 0, 500), (200, 256, 500, 556)),
         "zigzag": ((0, 128, 0, 128), (128, 256, 0, 512)),
         "many parts": tuple((32 * i, 32 * i + 32, 0, 64 * i + 64) for i in range(8)),
+        "short and mixed": documents([1, 3, 7, 3, 5, 7, 1, 5] * 8).bounds,
     }[name]
     segments = Segments(bounds, 256, max(k_stop for *_, k_stop in bounds))
     leaves, grad_out = tensors(segments, dtype, heads=(4, 2), dims=(32, 32))
@@ -280,6 +345,8 @@ def test_host_work_is_done_once_per_segments():
     segments = Segments(((0, 3, 0, 3),), 3, 3)
     device = torch.device("cpu")
     assert segments.tiles is segments.tiles
+    gathered = Segments(((0, 2, 0, 2), (2, 3, 2, 3), (3, 5, 3, 5)), 5, 5).tiles[0].queries
+    assert gathered.index is gathered.index
     assert segments.packed(device) is segments.packed(device)
     assert segments.key_ranges(device) is segments.key_ranges(device)
 
@@ -378,3 +445,13 @@ def test_mixed_dtypes_and_unusable_names_are_refused():
         attend("flash_torch_cuda", x, x, x, segments)
     with pytest.raises(UnsupportedError, match="kernel 'magic' is not one of"):
         attend("magic", x, x, x, segments)
+
+
+@pytest.mark.parametrize(
+    "scale", [0, 0.0, -0.5, math.nan, math.inf, 10**400, True, "1", torch.tensor(0.5)]
+)
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_a_scale_that_is_no_positive_number_is_refused(kernel, scale):
+    x = torch.zeros(3, 2, 4)
+    with pytest.raises(UnsupportedError, match=r"scale=.* \(a number above 0"):
+        attend(kernel, x, x, x, Segments(((0, 3, 0, 3),), 3, 3), scale)

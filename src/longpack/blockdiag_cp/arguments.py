@@ -6,8 +6,7 @@ import torch
 
 from longpack.blockdiag_cp.step import CpStep
 from longpack.errors import StepError, UnsupportedError, rank_prefix
-
-MAX_SCALE = 1e6  # scores of any use are far below; beyond, products pass the largest float
+from longpack.kernels import scale_fault
 
 
 def check_types(
@@ -31,12 +30,8 @@ def check_types(
     wrong = [f"{name} is {_fault(x)}" for name, x in tensors.items() if _fault(x)]
     if wrong:
         raise StepError(f"{prefix}attention needs strided tensors with heads: {'; '.join(wrong)}")
-    refused = []
-    number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if scale is not None and not (number and 0 < scale < MAX_SCALE):
-        # kernels mask before they scale, so that 0 gives nan and less than 0 unmasks
-        shown = scale if isinstance(scale, float) else type(scale).__name__
-        refused.append(f"scale={shown} (a number above 0 and below {MAX_SCALE:g}, or None)")
+    fault = scale_fault(scale)
+    refused = [fault] if fault else []
     if not isinstance(attn_mask, torch.Tensor | None):
         refused.append(f"attn_mask={type(attn_mask).__name__} (leave it out)")
     if not isinstance(is_causal, bool | None):

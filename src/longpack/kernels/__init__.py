@@ -1,6 +1,6 @@
 """One local variable-length attention call, and the kernels that can run it."""
 
-from longpack.kernels.api import Choice, attend, choose_kernel
+from longpack.kernels.api import Choice, attend, choose_kernel, scale_fault
 from longpack.kernels.call import KernelCall, TiledKernel
 from longpack.kernels.packed import Tiles
 from longpack.kernels.registry import KERNELS, TILED
@@ -19,4 +19,5 @@ __all__ = [
     "attend",
     "choose_kernel",
     "full_tiles",
+    "scale_fault",
 ]

@@ -1,6 +1,7 @@
 """Choose a kernel before anything runs, then run exactly that one."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -8,6 +9,8 @@ from longpack.errors import UnsupportedError
 from longpack.kernels.call import KernelCall
 from longpack.kernels.registry import IMPLEMENTATIONS, KERNELS
 from longpack.kernels.segments import Segments
+
+MAX_SCALE = 1e6  # scores of any use are far below; beyond, products pass the largest float
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,18 @@ def attend(
         key: [num_keys, Hkv, D], same dtype and device as query.
         value: [num_keys, Hkv, Dv].
         segments: who attends what; see `Segments` for the law and for padding.
-        scale: factor on the scores before softmax; 1 / sqrt(D) if None.
+        scale: factor on the scores before softmax, above 0 and below 1e6; 1 / sqrt(D) if None.
 
     Returns:
         [num_queries, Hq, Dv] in the dtype of query; padding rows are exactly zero.
 
     Raises:
         UnsupportedError: unknown kernel, a kernel asked for by name that cannot run this call,
-            or tensors that do not fit each other or the segments.
+            tensors that do not fit each other or the segments, or a scale out of range.
     """
+    fault = scale_fault(scale)
+    if fault:
+        raise UnsupportedError(f"attention cannot honour {fault}")
     call = _check_tensors(query, key, value, segments)
     if isinstance(choice_or_name, Choice):
         kernel = KERNELS[choice_or_name.name]
@@ -85,6 +91,18 @@ def attend(
     return kernel.attend(
         query, key, value, segments, query.shape[-1] ** -0.5 if scale is None else scale
     )
+
+
+def scale_fault(scale: Any) -> str | None:
+    """Say why no kernel can take `scale`; None where it can.
+
+    Kernels mask before they scale, so 0 would give nan and less than 0 would unmask.
+    """
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale is None or (number and 0 < scale < MAX_SCALE):
+        return None
+    shown = scale if isinstance(scale, float) else type(scale).__name__
+    return f"scale={shown} (a number above 0 and below {MAX_SCALE:g}, or None)"
 
 
 def _kernel_by_name(name: str, call: KernelCall):

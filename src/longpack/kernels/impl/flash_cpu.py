@@ -1,4 +1,4 @@
-"""Flash attention on CPU: torch's CPU flash op per segment, in O(tokens) memory, with no mask.
+"""Flash attention on CPU: torch's CPU flash op tile by tile, in O(tokens) memory, with no mask.
 
 Measured on torch 2.13: the op takes [B, H, L, D] views of any strides but silently reads garbage
 where the last one is not 1; it aligns causal masks at the top left; it takes fewer key/value
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longpack.kernels.blocks import BlockedRows
 from longpack.kernels.call import KernelCall
 from longpack.kernels.merge import merge_
 from longpack.kernels.segments import Segments
@@ -102,15 +103,19 @@ def forward_tiles(
     one query row may come in several calls, with different keys: `out` in the dtype of `lse` then
     rounds nothing between them.
     """
+    queries, keys, values, outs, lses = map(BlockedRows, (query, key, value, out, lse))
     for tile in tiles:
-        inputs = (_query_blocks(tile, query), *(_key_blocks(tile, x) for x in (key, value)))
+        q, k = tile.queries, tile.keys
+        inputs = (queries.read(q), keys.read(k), values.read(k))
         tile_out, tile_lse = _forward_op(*inputs, is_causal=tile.causal, scale=scale)
-        to_out, to_lse = _query_blocks(tile, out), _query_blocks(tile, lse)
         if tile.continues:
-            merge_(to_out, to_lse, tile_out, tile_lse)
-        else:
-            to_out.copy_(tile_out)
-            to_lse.copy_(tile_lse)
+            merged = (outs.read(q), lses.read(q))
+            merge_(*merged, tile_out, tile_lse)
+            if q.adjacent:  # merged in place
+                continue
+            tile_out, tile_lse = merged
+        outs.write(q, tile_out)
+        lses.write(q, tile_lse)
 
 
 def backward_tiles(
@@ -134,40 +139,19 @@ def backward_tiles(
     Adds into `grad_key` and `grad_value`, or overwrites them with `fresh_keys`, where no two tiles
     share keys; into `grad_query` a tile that `continues` adds, any other one overwrites.
     """
+    grads, queries, outs, lses = map(BlockedRows, (grad_out, query, out, lse))
+    keys, values = map(BlockedRows, (key, value))
+    grad_queries, grad_keys, grad_values = map(BlockedRows, (grad_query, grad_key, grad_value))
     for tile in tiles:
-        keys, values = _key_blocks(tile, key), _key_blocks(tile, value)
-        grad_blocks, queries, outs, lses = (
-            _query_blocks(tile, x) for x in (grad_out, query, out, lse)
-        )
-        inputs = (grad_blocks, queries, keys, values, outs, lses)
-        to_query, to_key, to_value = _backward_op(*inputs, 0.0, tile.causal, scale=scale)
-        put = Tensor.add_ if tile.continues else Tensor.copy_
-        put(_query_blocks(tile, grad_query), to_query)
-        put = Tensor.copy_ if fresh_keys else Tensor.add_
-        put(_key_blocks(tile, grad_key), to_key)
-        put(_key_blocks(tile, grad_value), to_value)
-
-
-def _query_blocks(tile: Tile, rows: Tensor) -> Tensor:
-    return _blocks(rows, tile.q_start, tile.q_len, tile.count)
-
-
-def _key_blocks(tile: Tile, rows: Tensor) -> Tensor:
-    return _blocks(rows, tile.k_start, tile.k_len, tile.count)
-
-
-def _blocks(rows: Tensor, start: int, length: int, count: int) -> Tensor:
-    """View rows [T, H, ...] as [count, H, length, ...].
-
-    One call for what narrow, unflatten and transpose do in three: a document of few tokens is
-    viewed fourteen times, forward and backward, which is most of its time.
-    """
-    row, head, *rest = rows.stride()
-    return rows.as_strided(
-        (count, rows.shape[1], length, *rows.shape[2:]),
-        (length * row, head, row, *rest),
-        rows.storage_offset() + start * row,
-    )
+        q, k = tile.queries, tile.keys
+        inputs = (grads.read(q), queries.read(q), keys.read(k), values.read(k))
+        saved = (outs.read(q), lses.read(q))
+        to_query, to_key, to_value = _backward_op(*inputs, *saved, 0.0, tile.causal, scale=scale)
+        put = BlockedRows.add if tile.continues else BlockedRows.write
+        put(grad_queries, q, to_query)
+        put = BlockedRows.write if fresh_keys else BlockedRows.add
+        put(grad_keys, k, to_key)
+        put(grad_values, k, to_value)
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
@@ -180,8 +164,9 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _forward_op(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(*args, **kwargs)
 
 
 def _backward_op(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, **kwargs)
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return op.default(*args, **kwargs)
