@@ -114,6 +114,15 @@ def by_positions(value: Any, text_row: Any, b: int, s: int) -> Numbers:
     return number_runs(joined, [True] * len(at))
 
 
+def is_mute(value: Any, batch: Any, b: int, s: int) -> bool:
+    """Say whether positions have rows of which none counts text tokens, beside another key."""
+    rows, *shape = shape_of(value) or [0]
+    others = [key for key in KEYS if key not in ("position_ids", "attention_mask")]
+    return (
+        rows not in (0, 4) and shape == [b, s] and any(batch.get(key) is not None for key in others)
+    )
+
+
 def by_offsets(batch: Any, key: str, b: int, s: int) -> Numbers:
     def rising(value: Any) -> list[int]:
         nested = lists(value)
@@ -179,6 +188,8 @@ def read(batch: Any, b: int, s: int, text_row: Any = None) -> list[tuple[int, in
             continue
         if key in OFFSETS:
             speaks[key] = by_offsets(batch, key, b, s)
+        elif key == "position_ids" and is_mute(value, batch, b, s) and text_row is None:
+            whole(flat(lists(value)))
         elif key == "position_ids":
             bounds[key] = by_positions(value, text_row, b, s)
         elif key == "attention_mask":

@@ -36,9 +36,9 @@ class Counted:
         self._transport, self.count_exchanges = transport, 0
         self.rank, self.world_size = transport.rank, transport.world_size
 
-    def all_to_all(self, x, send_counts, receive_counts):
+    def all_to_all(self, x, send_counts, receive_counts, direct=False):
         self.count_exchanges += not x.is_floating_point()
-        return self._transport.all_to_all(x, send_counts, receive_counts)
+        return self._transport.all_to_all(x, send_counts, receive_counts, direct)
 
     def __getattr__(self, name):
         return getattr(self._transport, name)

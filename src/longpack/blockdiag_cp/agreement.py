@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ class _Held:
 
 def agree_on_plan(
     make_plan: Callable[[], Plan],
-    batch: Mapping[str, Any],
     transport: Transport,
     check: bool | None,
-    first: bool,
-    stages: int | None,
+    *,
+    batch: Mapping[str, Any] = MappingProxyType({}),
+    first: bool = True,
+    stages: int | None = None,
 ) -> Plan:
     """Return this rank's plan, having compared it and the tokens with the other ranks' where asked.
 
@@ -39,12 +41,12 @@ def agree_on_plan(
 
     Args:
         make_plan: makes this rank's plan; its errors are told to the other ranks first.
-        batch: that `make_plan` has checked; its tokens and labels are compared too, later than
-            the first time only where they are on the host.
         transport: the cp axis.
         check: True to compare now, False not to, None to compare where no device has to wait for
             it, and on the axis's first batch.
-        first: this is that batch.
+        batch: that `make_plan` has checked; its tokens and labels are compared too, later than
+            the first time only where they are on the host.
+        first: this is the axis's first batch.
         stages: as asked for; must be alike too.
 
     Raises:

@@ -140,7 +140,7 @@ def shard_batch(
 
     number = count_meeting(transport)  # counted whatever check_agreement says
     agreed = agree_on_plan(
-        plan, batch, transport, check_agreement, first=number == 1, stages=stages
+        plan, transport, check_agreement, batch=batch, first=number == 1, stages=stages
     )
     primary = batch["input_ids" if batch.get("input_ids") is not None else "inputs_embeds"]
     knob = state.normalize_attn_backend(backend)

@@ -110,7 +110,7 @@ def _are_mute(value: Any, text_row: int | None, batch: Mapping[str, Any], b: int
     return (
         text_row is None
         and found.ndim == 3
-        and found.shape[0] != 4
+        and found.shape[0] not in (0, 4)
         and found.shape[1:] == (b, s)
         and any(batch.get(key) is not None for key in others)
     )
