@@ -9,13 +9,15 @@ from longpack.kernels.blocks import Blocks
 
 Bounds = tuple[int, int, int, int]
 
-# Measured on torch 2.13, two x86 cores, forward and backward, fp32, 9/3 heads of 64.
-# A call of few rows works on memory that is in cache and was used before: 600 documents of 27
-# tokens take 0.82 of a loop's time in calls of 256 rows, 0.84 of 512, 1.08 in one call.
-CALL_ROWS = 256
-# Gathering costs about as much a row as a call of its own costs a document of 40 tokens: blocks
-# of 16 rows take 0.8 of the time of single calls, of 32 rows 0.9, of 64 rows 1.01 to 1.15.
-GATHERED_ROWS = 32
+# Measured on torch 2.13, two x86 cores, forward and backward in fp32, 9/3 heads of 64.
+# A call of few rows works in memory that is in cache and in use already: on one thread, 600
+# documents of 27 tokens take 0.87 of a loop's time so, 1.08 in one call. A call of many keeps
+# threads busy: on two, 32 documents of 512 take 0.72 of a loop's time so, 0.98 in single calls.
+CALL_ROWS = 1024
+# What gathering costs a row soon passes what a call costs a document: over single calls, blocks of
+# 16 rows take 0.75 to 0.95 of the time on one thread, of 48 rows 0.94 to 1.03, of 64 rows 0.99 to
+# 1.04. On two threads it pays longer: 0.70, 0.85 and 0.90.
+GATHERED_ROWS = 48
 
 
 @dataclass(frozen=True)
