@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from longpack.kernels.blocks import BlockedRows
 from longpack.kernels.call import KernelCall
+from longpack.kernels.merge import lse_dtype as lse_dtype  # TiledKernel asks for it
 from longpack.kernels.merge import merge_
 from longpack.kernels.segments import Segments
 from longpack.kernels.tiles import Tile
@@ -156,11 +157,6 @@ def backward_tiles(
 
 def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of log-sum-exps, and of sums that are rounded once."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _forward_op(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
