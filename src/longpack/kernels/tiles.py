@@ -11,8 +11,8 @@ Bounds = tuple[int, int, int, int]
 
 # Measured on torch 2.13, two x86 cores, forward and backward in fp32, 9/3 heads of 64.
 # A call of few rows works in memory that is in cache and in use already: on one thread, 600
-# documents of 27 tokens take 0.87 of a loop's time so, 1.08 in one call. A call of many keeps
-# threads busy: on two, 32 documents of 512 take 0.72 of a loop's time so, 0.98 in single calls.
+# documents of 27 tokens take 0.86 of a loop's time so, 1.08 in one call. A call of many keeps
+# threads busy: on two, 32 documents of 512 take 0.72 to 0.84 so, 0.98 in single calls.
 CALL_ROWS = 1024
 # What gathering costs a row soon passes what a call costs a document: over single calls, blocks of
 # 16 rows take 0.75 to 0.95 of the time on one thread, of 48 rows 0.94 to 1.03, of 64 rows 0.99 to
