@@ -24,11 +24,12 @@ def result():
 
 
 def test_rows_are_those_it_names():
-    eight_k, equal, short, mixed = document_rows().values()
+    eight_k, equal, short, mixed, few = document_rows().values()
     assert (eight_k.length, max(eight_k.lengths)) == (8192, 2048)
     assert equal.lengths == (512,) * 32
     assert short.lengths == (27,) * 600
     assert len(mixed) == 600
+    assert len(few) == 40
     assert (min(mixed.lengths), max(mixed.lengths)) == (5, 49)
 
 

@@ -16,13 +16,15 @@ LONG_TOKENS = 512
 
 
 def document_rows(seed: int = 0) -> dict[str, PackedRow]:
-    """Return the rows: real lengths, equal long ones, equal and mixed short ones."""
-    mixed = np.random.Generator(np.random.PCG64(seed)).integers(5, 50, 600)
+    """Return the rows: real lengths, equal long ones, equal and mixed short ones, and a few."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    mixed, few = random.integers(5, 50, 600), random.integers(20, 65, 40)
     return {
         "8,192 tokens of SQLite's documentation": pack_row("sqlite3_doc", 8192, seed, longest=2048),
         "32 documents of 512": PackedRow.from_lengths([512] * 32),
         "600 documents of 27": PackedRow.from_lengths([27] * 600),
         "600 documents of 5 to 49": PackedRow.from_lengths(mixed.tolist()),
+        "40 documents of 20 to 64": PackedRow.from_lengths(few.tolist()),
     }
 
 
