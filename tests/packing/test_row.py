@@ -124,6 +124,20 @@ def test_a_mask_that_is_not_block_causal_is_refused(spoil):
         PackedRow.from_attention_mask(mask)
 
 
+def test_a_document_cannot_start_at_a_row_of_padding():
+    """Row 0 attends to nothing, so it is padding, yet rows 1 to 3 attend to it."""
+    mask = block_causal([4, 4])
+    mask[0, 0, 0, 0] = False
+    with pytest.raises(PackingError, match=r"mask\[0, 0, 1\] is not block-causal"):
+        PackedRow.from_attention_mask(mask)
+
+
+@pytest.mark.parametrize("text_row", [[0], np.array([0]), 0.0])
+def test_a_text_row_is_one_integer(text_row):
+    with pytest.raises(PackingError, match="must be one integer"):
+        PackedRow.from_position_ids(np.zeros((4, 1, 3), dtype=int), text_row=text_row)
+
+
 def test_masks_of_two_dimensions():
     assert PackedRow.from_attention_mask([[1, 1, 1, 0], [0, 1, 1, 1]]).documents == ((0, 3), (5, 8))
     assert PackedRow.from_attention_mask([[1, 1, 2, 0, 2, 3]]).lengths == (2, 1, 1, 1)

@@ -61,6 +61,8 @@ def _check_floats(found: NDArray[Any], name: str, low: bool) -> None:
 def integer(value: Any, name: str) -> int:
     """Return one Python int, in the range of int64."""
     try:
+        if getattr(value, "ndim", 0):
+            raise TypeError
         found = operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor may be meta, or hold several
         shown = value if isinstance(value, float | str) else type(value).__name__
@@ -154,8 +156,9 @@ def block_causal(mask: NDArray[Any]) -> tuple[NDArray[np.bool_], NDArray[np.bool
         real[:, :, None] & (column >= first[:, :, None]) & (column <= np.arange(rows)[:, None])
     )
     wrong = allowed != expected
-    # a row's document starts where its start's does, and never before an earlier row's
+    # a row's document starts at a row of its own, and never before an earlier row's
     strays = np.take_along_axis(first, first, axis=1) != first
+    strays |= real & ~np.take_along_axis(real, first, axis=1)
     strays[:, 1:] |= np.diff(first, axis=1) < 0
     wrong |= strays[:, :, None]
     if wrong.any():
